@@ -59,32 +59,33 @@ __all__ = [
 #: The names above by module; the other names are packages. All are imported at first
 #: use, so that the command line shows its help without torch.
 _NAMES = {
-    "fedrot.alignment": ("Alignment", "align", "random_equivalent"),
-    "fedrot.alignment.anchors": ("align_round",),
-    "fedrot.check": ("check_function",),
-    "fedrot.collect.activations": ("Activations", "collect_activations"),
-    "fedrot.collect.fisher": ("collect_fisher",),
-    "fedrot.collect.gram": ("collect_gram",),
-    "fedrot.collect.random_inputs": ("random_inputs",),
-    "fedrot.collect.trained": ("completed",),
-    "fedrot.alignment.diagnosis": ("diagnose",),
-    "fedrot.errors": ("FedrotError", "SymmetryError", "UpdateError"),
-    "fedrot.matching.problem": ("Anchor",),
-    "fedrot.options": ("AlignmentOptions",),
-    "fedrot.report": ("AlignmentReport",),
-    "fedrot.symmetry": ("WHOLE_MODEL", "Symmetry", "supported", "symmetry_of"),
-    "fedrot.symmetry.canonical": ("canonical",),
+    "fedrot.alignment": "Alignment align random_equivalent",
+    "fedrot.alignment.anchors": "align_round",
+    "fedrot.check": "check_function",
+    "fedrot.collect.activations": "Activations collect_activations",
+    "fedrot.collect.fisher": "collect_fisher",
+    "fedrot.collect.gram": "collect_gram",
+    "fedrot.collect.random_inputs": "random_inputs",
+    "fedrot.collect.trained": "completed",
+    "fedrot.alignment.diagnosis": "diagnose",
+    "fedrot.errors": "FedrotError SymmetryError UpdateError",
+    "fedrot.matching.problem": "Anchor",
+    "fedrot.options": "AlignmentOptions",
+    "fedrot.report": "AlignmentReport",
+    "fedrot.symmetry": "WHOLE_MODEL Symmetry supported symmetry_of",
+    "fedrot.symmetry.canonical": "canonical",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'fedrot' has no attribute '{name}'")
     module = import_module(_MODULES.get(name, f"fedrot.{name}"))
-    found = getattr(module, name) if name in _MODULES else module
-    globals()[name] = found
-    return found
+    value = getattr(module, name) if name in _MODULES else module
+    # Python asks this function only for names that the module does not have.
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

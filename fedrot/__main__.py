@@ -14,7 +14,8 @@ def main() -> None:
     try:
         command = import_module("fedrot.simulations.cli.app")
     except ModuleNotFoundError as error:
-        if error.name is not None:  # the extra is installed, another module is missing
+        # The extra is installed, another module is missing.
+        if error.name is not None:
             raise
         sys.exit(str(error))
     command.main()

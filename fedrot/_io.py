@@ -1,6 +1,4 @@
-"""Files: atomic replacement, JSON and JSON lines, safetensors, and checks of pointers
-and links.
-"""
+"""Files: atomic replacement, JSON, safetensors, and checks of pointers and links."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; it is renamed to ``path`` if the block
-    succeeds.
+    """Yield a temporary path; it is renamed to ``path`` if the block succeeds.
 
     A file is flushed to the disk before the rename: a power cut leaves the old or the
     new file. A link at ``path`` is replaced, not followed. An ``OSError`` names
@@ -77,9 +74,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file's contents, or a folder's entries, to the disk; does nothing on
-    Windows.
-    """
+    """Flush a file, or a folder's entries, to the disk; does nothing on Windows."""
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -90,9 +85,7 @@ def sync(path: Path) -> None:
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append rows to a JSON-lines file, all or none; create the file and its folder if
-    needed.
-    """
+    """Append rows to a JSON-lines file, all or none; create it and its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = "".join(json_line(row) for row in rows).encode()
     with _naming(path, path), path.open("ab", buffering=0) as file:
@@ -108,9 +101,7 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write contiguous tensors as a safetensors file; raises ``OSError`` if it cannot
-    be written.
-    """
+    """Write contiguous tensors as safetensors; raises ``OSError`` if that fails."""
     from safetensors.torch import save_file
 
     with as_os_error(path):
@@ -125,21 +116,20 @@ def as_os_error(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        said = re.search(r"os error (\d+)", str(error))
-        number = int(said[1]) if said else errno.EIO
+        match = re.search(r"os error (\d+)", str(error))
+        number = int(match[1]) if match else errno.EIO
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def shallow(data: bytes) -> bytes:
-    """Return JSON; raises ``ValueError`` if it is so deep that parsers may end the
-    process.
-    """
+    """Return JSON; raises ``ValueError`` if it is too deep for parsers."""
     import numpy as np
 
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     steps = np.frombuffer(unescaped.translate(_STEPS, _NO_MARKS), np.int8)
     in_text = np.logical_xor.accumulate(steps == 0)
-    if (steps * ~in_text).cumsum(dtype=np.int32).max(initial=0) > DEEPEST:
+    depths = (steps * ~in_text).cumsum(dtype=np.int32)
+    if depths.max(initial=0) > DEEPEST:
         raise ValueError(f"it is nested more than {DEEPEST} levels deep")
     return data
 
@@ -147,23 +137,21 @@ def shallow(data: bytes) -> bytes:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raises ``FedrotError`` if the file holds something else."""
     try:
-        found = json.loads(shallow(path.read_bytes()))
+        value = json.loads(shallow(path.read_bytes()))
     except (ValueError, RecursionError) as error:
         raise FedrotError(
             f"'{path}' is damaged: it is not JSON ({error}). Copy or save it again."
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise FedrotError(
-            f"'{path}' is damaged: it holds a {type(found).__name__}, not a JSON "
+            f"'{path}' is damaged: it holds a {type(value).__name__}, not a JSON "
             "object."
         )
-    return found
+    return value
 
 
 def refuse_pointer(file: Path) -> None:
-    """Raise ``FedrotError`` if a file is a git-lfs pointer: git-lfs was missing at the
-    checkout.
-    """
+    """Raise ``FedrotError`` if a file is a pointer: git-lfs missed at the checkout."""
     start = b"version https://git-lfs"
     with file.open("rb") as opened:
         if opened.read(len(start)) == start:
@@ -174,9 +162,7 @@ def refuse_pointer(file: Path) -> None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise ``FedrotError`` if a link in a folder leads out of it; the folder itself
-    may be a link.
-    """
+    """Raise ``FedrotError`` if a link leads out of a folder, which may be a link."""
     inside = folder.resolve()
     for path in folder.rglob("*"):
         if path.is_symlink() and not path.resolve().is_relative_to(inside):
@@ -188,9 +174,7 @@ def refuse_links(folder: Path) -> None:
 
 
 def json_line(row: Mapping[str, Any]) -> str:
-    """Return a row as a line of JSON; non-finite numbers become null, unknown types
-    text.
-    """
+    """Return a row as JSON; non-finite numbers become null, unknown types text."""
     return json.dumps(_finite(row), allow_nan=False, default=str) + "\n"
 
 
@@ -199,6 +183,6 @@ def _finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
-    return (
-        [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
-    )
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

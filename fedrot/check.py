@@ -1,6 +1,4 @@
-"""The function-preservation check: move a model inside its symmetry, and compare its
-outputs.
-"""
+"""The function-preservation check: a model's outputs before and after random moves."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from fedrot.errors import SymmetryError
 from fedrot.symmetry.canonical import canonical, check_rotates
 from fedrot.symmetry.groups import WHOLE_MODEL, Group, Move, Symmetry, apply_moves
 from fedrot.symmetry.resolve import settings_of, tied_tensors
+from fedrot.tensors import Tensors
 
 #: Accepted change of an output, relative to the output's largest entry, in float64.
 TOLERANCE = 1e-6
@@ -49,14 +48,13 @@ Selection = Callable[[Group], bool]
 
 def output_change(
     model: nn.Module,
-    config: Mapping[str, Any] | object,
+    config: object,
     symmetry: Symmetry,
     parts: Sequence[str] = WHOLE_MODEL,
     seed: int = 0,
-    batch: Mapping[str, Tensor] | None = None,
+    batch: Tensors | None = None,
 ) -> Callable[[Selection], float]:
-    """Draw one element per group, and return a function that applies those of selected
-    groups.
+    """Draw one element per group; return a function that applies those it selects.
 
     This function returns the largest change of an output relative to that output's
     largest entry, NaN if an output is NaN. The elements are the same in every call. If
@@ -79,32 +77,30 @@ def output_change(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(
-                _NOISE * torch.randn(parameter.shape, generator=generator).to(parameter)
-            )
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(_NOISE * noise.to(parameter))
     if batch is None:
         # Classifiers on decoders accept one text at a time if the configuration has no
         # padding token.
-        alone = settings.get("pad_token_id", 0) is None
-        batch = next(random_inputs(settings, rows=1 if alone else 4, seed=seed))
-    given = _prepared(model, batch)
-    before = _outputs(model, given)
+        rows = 1 if settings.get("pad_token_id", 0) is None else 4
+        batch = next(random_inputs(settings, rows=rows, seed=seed))
+    inputs = _prepared(model, batch)
+    before = _outputs(model, inputs)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if symmetry.rotates:
         check_rotates(replace(symmetry, tied=tied_tensors(model.state_dict())))
         state = canonical(state, symmetry)
-    moves = [
-        Move(group, _drawn(group, generator)) for group in symmetry.select(tuple(parts))
-    ]
+    groups = symmetry.select(parts)
+    moves = [Move(group, _drawn(group, generator)) for group in groups]
 
     def change(selected: Selection) -> float:
-        model.load_state_dict(
-            apply_moves(state, (m for m in moves if selected(m.group)))
-        )
-        both = zip(_outputs(model, given), before, strict=True)
-        changes = [
-            (a - b).abs().max() / b.abs().max().clamp_min(1e-30) for a, b in both
-        ]
+        applied = (move for move in moves if selected(move.group))
+        model.load_state_dict(apply_moves(state, applied))
+        changes = []
+        for after, old in zip(_outputs(model, inputs), before, strict=True):
+            size = old.abs().max().clamp_min(1e-30)
+            changes.append((after - old).abs().max() / size)
+        # A maximum of torch is NaN if an entry is; Python's depends on the order.
         return float(torch.stack(changes).max())
 
     return change
@@ -112,11 +108,11 @@ def output_change(
 
 def check_function(
     model: nn.Module,
-    config: Mapping[str, Any] | object,
+    config: object,
     symmetry: Symmetry,
     parts: Sequence[str] = WHOLE_MODEL,
     seed: int = 0,
-    batch: Mapping[str, Tensor] | None = None,
+    batch: Tensors | None = None,
 ) -> float:
     """Move a model by random elements of its groups; return the largest change of an
     output.
@@ -139,12 +135,10 @@ def check_function(
     """
     change = output_change(model, config, symmetry, parts, seed, batch)
     largest = change(lambda group: True)
+    # NaN is not within the tolerance either.
     if not largest <= TOLERANCE:
-        broken = [
-            part
-            for part in parts
-            if not change(_only(symmetry.select((part,)))) <= TOLERANCE
-        ]
+        selections = {part: _only(symmetry.select((part,))) for part in parts}
+        broken = [x for x in parts if not change(selections[x]) <= TOLERANCE]
         raise SymmetryError(
             f"Moving {' and '.join(broken) or 'all parts together'} changes this "
             f"model's outputs by {largest:.2g} of their size. "
@@ -156,8 +150,7 @@ def check_function(
 def suspects(
     symmetry: Symmetry, change: Callable[[Selection], float], parts: Sequence[str]
 ) -> str:
-    """Return an error message that names, for each part, the first group that changes
-    the outputs.
+    """Return an error message with the first wrong group of each part.
 
     ``parts`` are those that change the outputs, ``change`` is from ``output_change``.
     """
@@ -165,15 +158,14 @@ def suspects(
     for part in parts:
         groups = symmetry.select((part,))
         broken = (group for group in groups if not change(_only((group,))) <= TOLERANCE)
-        if group := next(broken, None):
-            names = list(dict.fromkeys(f"'{slot.tensor}'" for slot in group.slots))
-            more = (
-                f" and {len(names) - _SHOWN} more tensors"
-                if len(names) > _SHOWN
-                else ""
-            )
-            shown = ", ".join(names[:_SHOWN]) + more
-            named.append(f"group '{group.name}' ({part}), which acts on {shown}")
+        group = next(broken, None)
+        if group is None:
+            continue
+        names = list(dict.fromkeys(f"'{slot.tensor}'" for slot in group.slots))
+        shown = ", ".join(names[:_SHOWN])
+        if len(names) > _SHOWN:
+            shown += f" and {len(names) - _SHOWN} more tensors"
+        named.append(f"group '{group.name}' ({part}), which acts on {shown}")
     return (
         f"The description of family '{symmetry.family}' is wrong for this model. Look "
         f"at {'; and '.join(named) or 'its groups'}. Correct the description, or "
@@ -193,30 +185,28 @@ def _doubled(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model).double().eval()
     choose_experts = getattr(model, "set_experts_implementation", None)
     if callable(choose_experts):
-        choose_experts("eager")  # transformers' default for experts has no float64
+        # transformers' default for experts has no float64
+        choose_experts("eager")
     return model
 
 
-def _prepared(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+def _prepared(model: nn.Module, batch: Tensors) -> dict[str, Any]:
     """Return a batch for a model in float64, with ``use_cache`` off.
 
     Texts are removed if the model's class reads only images (its configuration may
     describe both).
     """
     taken = inspect.signature(model.forward).parameters
-    left_out = (
-        _TEXT if "pixel_values" in taken and "input_ids" not in taken else frozenset()
-    )
-    found: dict[str, Any] = {
-        name: value.double()
-        if isinstance(value, Tensor) and value.is_floating_point()
-        else value
-        for name, value in batch.items()
-        if name not in left_out
-    }
+    only_images = "pixel_values" in taken and "input_ids" not in taken
+    inputs: dict[str, Any] = {}
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            value = value.double()
+        if not (only_images and name in _TEXT):
+            inputs[name] = value
     if "use_cache" in taken:
-        found.setdefault("use_cache", False)
-    return found
+        inputs.setdefault("use_cache", False)
+    return inputs
 
 
 def _drawn(group: Group, generator: torch.Generator) -> Tensor:
@@ -240,25 +230,24 @@ def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> list[Tensor]:
             "check_function with a batch of your own."
         ) from error
     if isinstance(out, Mapping):
-        inside = _INSIDE | (
-            _BESIDE_PROJECTED if _PROJECTED & out.keys() else frozenset()
-        )
+        inside = _INSIDE
+        if _PROJECTED & out.keys():
+            inside |= _BESIDE_PROJECTED
         values = [value for name, value in out.items() if name not in inside]
     else:
         values = list(out) if isinstance(out, tuple) else [out]
-    found = [value for value in values if isinstance(value, Tensor)]
-    if not found:
+    outputs = [value for value in values if isinstance(value, Tensor)]
+    if not outputs:
         raise SymmetryError(
             f"The model returns a {type(out).__name__} without a tensor at its top "
             "level, so its symmetry cannot be checked. Wrap it in a module that "
             "returns the tensors to compare."
         )
-    return found
+    return outputs
 
 
 class Float64(TorchFunctionMode):
-    """Replace ``float32`` by ``float64`` in all calls of torch functions inside the
-    context.
+    """Replace ``float32`` by ``float64`` in all calls of torch functions inside.
 
     Norms and softmaxes of many models compute in float32, whatever the model's dtype.
     Sums in another order then differ by 1e-7, which would hide small mistakes.
@@ -277,11 +266,10 @@ class Float64(TorchFunctionMode):
             func = torch.Tensor.double
         args = [_wide(value) for value in args]
         named = {name: _wide(value) for name, value in (kwargs or {}).items()}
-        filled = func is torch.full and named.get("dtype") is None
-        if filled and isinstance(
-            named.get("fill_value", args[-1] if args else None), float
-        ):
-            named["dtype"] = torch.float64
+        if func is torch.full and named.get("dtype") is None:
+            last = args[-1] if args else None
+            if isinstance(named.get("fill_value", last), float):
+                named["dtype"] = torch.float64
         return func(*args, **named)
 
 

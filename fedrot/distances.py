@@ -1,6 +1,4 @@
-"""Shares of the distance that alignment found, removed, and finds by chance, summed
-over groups.
-"""
+"""Shares of the distance that alignment found, removed, and finds by chance."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Shares:
-    """What alignment found in some rows of groups: squared distances, and shares of
-    them.
+    """What alignment found in some rows of groups: squared distances, and shares.
 
     Attributes:
         before: squared distance to the anchor.
@@ -43,21 +40,21 @@ class Shares:
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Shares:
         """Return the shares of one row, see ``AlignmentReport.rows``."""
-        before, moved, chance = (
-            float(row["before"]),
-            row["moved"] > 0,
-            row.get("chance"),
-        )
+        before = float(row["before"])
+        chance = row.get("chance")
+        # Tables of pandas have NaN where a row has no value.
         known = None if chance is None or math.isnan(chance) else float(chance)
-        one = cls(
-            before,
-            before - float(row["after"]),
-            float(row["found"]),
-            known,
-            1,
-            int(moved),
+        moved = row["moved"] > 0
+        shares = cls(
+            before=before,
+            removed=before - float(row["after"]),
+            found=float(row["found"]),
+            chance=known,
+            groups=1,
+            moved=int(moved),
         )
-        return replace(one, beyond=int(moved and one.exceeds(TIMES_CHANCE)))
+        beyond = moved and shares.exceeds(TIMES_CHANCE)
+        return replace(shares, beyond=int(beyond))
 
     @property
     def share(self) -> float:
@@ -66,15 +63,15 @@ class Shares:
         Chance is unknown for parts that depend on each other; their ``found`` counts
         distances twice.
         """
-        found = self.removed if self.chance is None else self.found
-        return found / self.before if self.before > 0 else 0.0
+        return self._of_before(self.removed if self.chance is None else self.found)
 
     @property
     def chance_share(self) -> float | None:
         """The share that chance removes, None if unknown."""
-        if self.chance is None:
-            return None
-        return self.chance / self.before if self.before > 0 else 0.0
+        return None if self.chance is None else self._of_before(self.chance)
+
+    def _of_before(self, distance: float) -> float:
+        return distance / self.before if self.before > 0 else 0.0
 
     @property
     def ratio(self) -> float:
@@ -86,22 +83,18 @@ class Shares:
         return self.found / self.chance
 
     def exceeds(self, times: float) -> bool:
-        """Return whether ``found`` exceeds ``times`` chance; False if chance is
-        unknown.
-        """
+        """Return whether ``found`` exceeds ``times`` chance; False if unknown."""
         return self.chance is not None and self.found > times * self.chance
 
 
-def total(given: Iterable[Shares]) -> Shares:
+def total(shares: Iterable[Shares]) -> Shares:
     """Return the shares of all rows together."""
-    parts = list(given)
-    chances = [part.chance for part in parts if part.chance is not None]
-    chance = sum(chances) if chances and len(chances) == len(parts) else None
-    added = ("before", "removed", "found", "groups", "moved", "beyond")
-    return Shares(
-        chance=chance,
-        **{name: sum(getattr(part, name) for part in parts) for name in added},
-    )
+    rows = list(shares)
+    chances = [row.chance for row in rows if row.chance is not None]
+    chance = sum(chances) if chances and len(chances) == len(rows) else None
+    names = ("before", "removed", "found", "groups", "moved", "beyond")
+    sums = {name: sum(getattr(row, name) for row in rows) for name in names}
+    return Shares(chance=chance, **sums)
 
 
 def shares_by(
@@ -111,8 +104,8 @@ def shares_by(
 
     Rows of dropped replies have no distances and are skipped.
     """
-    found: dict[Key, list[Shares]] = {}
+    by_key: dict[Key, list[Shares]] = {}
     for row in rows:
         if "before" in row:
-            found.setdefault(key(row), []).append(Shares.of(row))
-    return {own: total(shares) for own, shares in found.items()}
+            by_key.setdefault(key(row), []).append(Shares.of(row))
+    return {name: total(shares) for name, shares in by_key.items()}

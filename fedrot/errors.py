@@ -1,6 +1,4 @@
-"""Errors that fedrot raises on purpose; every message says what was wrong, where, and
-what to do.
-"""
+"""Errors that fedrot raises; messages say what was wrong, where, and what to do."""
 
 import re
 
@@ -20,13 +18,13 @@ def safe(text: str) -> str:
 
 
 def legible(reason: str) -> str:
-    """Return a reason, which may quote a client, on one line; of a long one both ends
-    are kept.
+    """Return a reason on one line; of a long one, both ends are kept.
+
+    It may quote a client.
     """
     if len(reason) > LONGEST_REASON:
-        reason = (
-            f"{reason[: LONGEST_REASON // 2]} ... {reason[5 - LONGEST_REASON // 2 :]}"
-        )
+        half = LONGEST_REASON // 2
+        reason = f"{reason[:half]} ... {reason[5 - half :]}"
     return "".join(c if c.isprintable() else " " for c in reason)
 
 
@@ -35,16 +33,14 @@ class FedrotError(ValueError):
 
 
 class SymmetryError(FedrotError):
-    """The architecture is unknown, or the tensors differ from the description of the
-    family.
-    """
+    """The architecture is unknown, or tensors differ from the family's description."""
 
 
 class UpdateError(FedrotError):
-    """A client update cannot be used: a tensor is missing, extra, misshapen or not
-    finite.
+    """A client update cannot be used.
 
-    The message, which may quote the client, is one line of limited length.
+    A tensor is missing, extra, misshapen or not finite. The message, which may quote
+    the client, is one line of limited length.
     """
 
     def __init__(self, reason: str) -> None:
@@ -53,8 +49,6 @@ class UpdateError(FedrotError):
 
 def refusal(error: Exception) -> str:
     """Return why a reply is dropped, for any error: no reply may end the run."""
-    return (
-        str(error)
-        if isinstance(error, FedrotError)
-        else f"Unusable, {type(error).__name__}: {error}"
-    )
+    if isinstance(error, FedrotError):
+        return str(error)
+    return f"Unusable, {type(error).__name__}: {error}"

@@ -54,20 +54,17 @@ class AlignmentOptions:
 
     def __post_init__(self) -> None:
         parts: object = self.parts
-        if parts == "whole":
-            object.__setattr__(self, "parts", WHOLE_MODEL)
-        elif isinstance(parts, str):
+        whole = parts == "whole"
+        if isinstance(parts, str) and not whole:
             named = tuple(parts.split("+"))
-            known = (
-                repr(named)
-                if set(named) <= {*PARTS}
-                else f"a tuple of some of {tuple(PARTS)}"
-            )
+            known = f"a tuple of some of {tuple(PARTS)}"
+            if set(named) <= {*PARTS}:
+                known = repr(named)
             raise FedrotError(
                 f"parts is the string '{parts}'; write parts={known}, or parts='whole'."
             )
-        else:
-            object.__setattr__(self, "parts", tuple(self.parts))
+        chosen = WHOLE_MODEL if whole else tuple(self.parts)
+        object.__setattr__(self, "parts", chosen)
         unknown = [part for part in self.parts if part not in PARTS]
         if unknown:
             raise FedrotError(
@@ -82,15 +79,15 @@ class AlignmentOptions:
                 f"layers is '{self.layers}'; use 'all', 'first:N', 'last:N' or a list "
                 "of indices."
             )
-        for name, fits, needed in (
-            (
-                "within_heads",
-                self.within_heads in WITHIN_HEADS,
-                f"be one of {WITHIN_HEADS}",
-            ),
-            ("chance", 0 <= self.chance < float("inf"), "be 0 or positive"),
-            ("activation_weight", 0 <= self.activation_weight <= 1, "lie in [0, 1]"),
-        ):
+        known_action = self.within_heads in WITHIN_HEADS
+        finite = 0 <= self.chance < float("inf")
+        is_share = 0 <= self.activation_weight <= 1
+        conditions = (
+            ("within_heads", known_action, f"be one of {WITHIN_HEADS}"),
+            ("chance", finite, "be 0 or positive"),
+            ("activation_weight", is_share, "lie in [0, 1]"),
+        )
+        for name, fits, needed in conditions:
             if not fits:
                 raise FedrotError(
                     f"{name} is {getattr(self, name)!r}; it must {needed}."
@@ -98,9 +95,7 @@ class AlignmentOptions:
 
     @property
     def coupled(self) -> bool:
-        """True if a chosen part shares tensors with the others: their best elements are
-        coupled.
-        """
+        """True if a chosen part shares tensors with others, so elements are coupled."""
         return bool({"residual", "output"} & set(self.parts))
 
     def for_model(self, symmetry: Symmetry) -> AlignmentOptions:
@@ -116,9 +111,7 @@ class AlignmentOptions:
         without it.
         """
         still = symmetry.refused.keys() - {"residual"}
-        return replace(
-            self, parts=tuple(part for part in self.parts if part not in still)
-        )
+        return replace(self, parts=[part for part in self.parts if part not in still])
 
     def as_it_is(self) -> AlignmentOptions:
         """Return the options with ``canonical=False``, unless it is True."""
@@ -126,9 +119,7 @@ class AlignmentOptions:
 
     @property
     def rotates(self) -> bool:
-        """True if the residual stream is rotated, not permuted; meaningful after
-        ``for_model``.
-        """
+        """True if the residual stream is rotated, not permuted; after ``for_model``."""
         return bool(self.canonical) and "residual" in self.parts
 
     @property
@@ -155,9 +146,7 @@ class AlignmentOptions:
 def checked_options(
     options: AlignmentOptions | None, name: str = "options"
 ) -> AlignmentOptions:
-    """Return options, the defaults if None; raise ``FedrotError``, with ``name``, for
-    another type.
-    """
+    """Return options, the defaults if None; raise ``FedrotError`` for another type."""
     if not isinstance(options, AlignmentOptions | None):
         raise FedrotError(
             f"{name} is a {type(options).__name__}; pass fedrot.AlignmentOptions, for "

@@ -1,6 +1,4 @@
-"""Reports of an alignment as plain data: one row per group, and shares summed over
-rows.
-"""
+"""Reports of an alignment as plain data: one row per group, and sums over rows."""
 
 from __future__ import annotations
 
@@ -49,14 +47,11 @@ class GroupReport:
     @classmethod
     def unmoved(cls, group: Group, before: float) -> GroupReport:
         """Return the report of a group that is not moved."""
-        return cls(
-            group.name, group.layer, group.part, before, before, 0, group.action.units
-        )
+        units = group.action.units
+        return cls(group.name, group.layer, group.part, before, before, 0, units)
 
     def moved_by(self, group: Group, element: Tensor) -> GroupReport:
-        """Return the report with the number of moved units and the angle of an
-        element.
-        """
+        """Return the report with an element's number of moved units and its angle."""
         moved = int(group.action.moved(element).sum())
         return replace(self, moved=moved, angle=group.action.angle(element))
 
@@ -76,16 +71,15 @@ class AlignmentReport:
     seconds: float
 
     def __str__(self) -> str:
+        distances = f"{self.before:.4g} -> {self.after:.4g}"
         lines = [
-            f"squared distance to the anchor {self.before:.4g} -> {self.after:.4g}, "
+            f"squared distance to the anchor {distances}, "
             f"{self.share():.1%} removed in {self.seconds:.2f} s"
         ]
         for part in dict.fromkeys(group.part for group in self.groups):
-            rows = [group for group in self.groups if group.part == part]
-            moved, certified = (
-                sum(r.moved > 0 for r in rows),
-                sum(r.certified for r in rows),
-            )
+            rows = self._of([part])
+            moved = sum(row.moved > 0 for row in rows)
+            certified = sum(row.certified for row in rows)
             best = f", {certified} already in the best order" if certified else ""
             lines.append(
                 f"  {part}: {self.share(part):.1%} removed, {moved} of {len(rows)} "
@@ -94,23 +88,18 @@ class AlignmentReport:
         return "\n".join(lines)
 
     def share(self, *parts: str) -> float:
-        """Return the share of the squared distance removed by the given parts (all if
-        none).
-        """
-        return self._share(g.before - g.after for g in self._of(parts))
+        """Return the share of the squared distance that parts removed; all if none."""
+        return self._share(row.before - row.after for row in self._of(parts))
 
     def found(self, *parts: str) -> float:
-        """Return the share that the best elements of the given parts remove, whether
-        moved or not.
-        """
-        return self._share(g.found for g in self._of(parts))
+        """Return the share that the best elements of parts remove, moved or not."""
+        return self._share(row.found for row in self._of(parts))
 
     def chance(self, *parts: str) -> float | None:
-        """Return the share that chance removes, None if it is unknown for one of the
-        groups.
-        """
-        known = [g.chance for g in self._of(parts) if g.chance is not None]
-        return self._share(known) if len(known) == len(self._of(parts)) else None
+        """Return the share that chance removes, None if unknown for a group."""
+        rows = self._of(parts)
+        known = [row.chance for row in rows if row.chance is not None]
+        return self._share(known) if len(known) == len(rows) else None
 
     def _of(self, parts: Sequence[str]) -> list[GroupReport]:
         return [group for group in self.groups if not parts or group.part in parts]

@@ -1,6 +1,4 @@
-"""``Tensors``, a mapping from names to tensors, their precision, and checks of tensors
-and weights.
-"""
+"""``Tensors``, a mapping from names to tensors, their precision, and their checks."""
 
 from __future__ import annotations
 
@@ -16,41 +14,35 @@ from fedrot.errors import FedrotError, UpdateError
 #: Tensors by name, as in a state dict.
 Tensors = Mapping[str, Tensor]
 
+#: The sizes of a tensor's axes, and of all tensors by name.
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype for computations with a tensor: float64 for float64 tensors,
-    else float32.
-    """
+    """Return the dtype to compute with a tensor: float64 for float64, else float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor with values that a dtype can hold, rounded for integer and
-    boolean dtypes.
-    """
+    """Return a tensor with values that a dtype, also of integers or bool, can hold."""
     if dtype.is_floating_point or not tensor.is_floating_point():
         return tensor
-    least, most = (
-        (0, 1)
-        if dtype == torch.bool
-        else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    )
+    whole = tensor.double().round()
+    if dtype == torch.bool:
+        return whole.clamp(0, 1)
+    limits = torch.iinfo(dtype)
     # float64 rounds the largest int64 up to 2**63, which is no int64.
-    most = min(most, 2**63 - 1024)
-    return tensor.double().round().clamp(least, most)
+    return whole.clamp(limits.min, min(limits.max, 2**63 - 1024))
 
 
 def along_axis(vector: Tensor, axis: int, like: Tensor) -> Tensor:
-    """Return a vector reshaped to broadcast along one axis of a tensor, in its dtype
-    and device.
-    """
+    """Return a vector in the dtype of ``like``, to broadcast along one of its axes."""
     return vector.to(like).reshape([-1 if d == axis else 1 for d in range(like.ndim)])
 
 
 def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
-    """Return the blocks on the diagonal of a matrix ``[n, n]`` as a copy ``[n / size,
-    size, size]``.
-    """
+    """Return a copy of the diagonal blocks of a matrix, ``[n / size, size, size]``."""
     starts = range(0, len(matrix), size)
     return torch.stack([matrix[i : i + size, i : i + size] for i in starts])
 
@@ -59,23 +51,23 @@ class Shaped(Protocol):
     """A tensor, or a tensor that is not decoded yet."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """The size of every axis."""
 
 
 #: Limits of the norms of tensors in alignment. Squares of larger norms, summed over all
 #: tensors of a model, could overflow float32 (3.4e38); squares of smaller norms are
 #: denormal (below 1.2e-38).
-SMALLEST_NORM, LARGEST_NORM = 1e-17, 1e17
+SMALLEST_NORM = 1e-17
+LARGEST_NORM = 1e17
 
 #: Weights of updates outside of this range would overflow or vanish in float32 sums.
-SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-9, 1e12
+SMALLEST_WEIGHT = 1e-9
+LARGEST_WEIGHT = 1e12
 
 
 def check_weight(weight: float) -> None:
-    """Raise ``UpdateError`` if an update's weight is not positive, too small or too
-    large.
-    """
+    """Raise ``UpdateError`` if an update's weight is too small or too large."""
     if not SMALLEST_WEIGHT <= weight <= LARGEST_WEIGHT:
         raise UpdateError(
             f"The weight is {weight}; it must be positive, from {SMALLEST_WEIGHT:g} to "
@@ -84,9 +76,7 @@ def check_weight(weight: float) -> None:
 
 
 def unusable(tensor: object) -> str:
-    """Return why a tensor cannot be used; empty if it can, or for an object that is no
-    tensor.
-    """
+    """Return why a tensor cannot be used; empty if it can, or is no tensor."""
     if not isinstance(tensor, Tensor):
         return ""
     if tensor.layout != torch.strided:
@@ -104,9 +94,7 @@ def unusable(tensor: object) -> str:
     return ""
 
 
-def check_update(
-    update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
+def check_update(update: Mapping[str, Shaped], shapes: Shapes) -> None:
     """Check names and shapes of an update.
 
     Raises:
@@ -137,18 +125,15 @@ def check_update(
         )
 
 
-def _missing(
-    name: str, update: Mapping[str, Shaped], shapes: Mapping[str, tuple[int, ...]]
-) -> str:
+def _missing(name: str, update: Mapping[str, Shaped], shapes: Shapes) -> str:
     """Return the message for a missing tensor, with the likely reason."""
     if update and all(other.isdigit() for other in update):
         return (
             "The tensors have numbers in place of names ('0', '1', ...), as in a "
             "record made from a list. Send ArrayRecord(model.state_dict())."
         )
-    if any(".lora_" in other for other in update) and not any(
-        ".lora_" in other for other in shapes
-    ):
+    adapters = any(".lora_" in other for other in update)
+    if adapters and not any(".lora_" in other for other in shapes):
         return (
             f"The tensors are a LoRA adapter's; the model's tensors, such as '{name}', "
             "are missing. Average adapters with FedRotLoRA, or merge the adapter "
@@ -165,17 +150,13 @@ def _missing(
 
 
 def _alike(other: str, name: str) -> bool:
-    """Return whether two names differ by a prefix, or by the name of PEFT's default
-    adapter.
-    """
+    """Return whether names differ by a prefix, or by PEFT's name of an adapter."""
     unnamed = other.replace(".default", "")
     return unnamed == name or other.endswith(f".{name}") or name.endswith(f".{other}")
 
 
 def check_finite(update: Tensors) -> None:
-    """Raise ``UpdateError`` if a tensor holds NaN, Inf, or values whose squares
-    overflow float32.
-    """
+    """Raise ``UpdateError`` for NaN, Inf, or values whose squares overflow float32."""
     for name, tensor in update.items():
         if not tensor.is_floating_point():
             continue
@@ -191,39 +172,38 @@ def check_finite(update: Tensors) -> None:
 
 def widened(tensors: Tensors) -> dict[str, Tensor]:
     """Return tensors, floating-point ones in their ``compute_dtype``."""
-    return {
-        name: tensor.to(compute_dtype(tensor)) if tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
+    wide = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            wide[name] = tensor.to(compute_dtype(tensor))
+    return wide
 
 
 def checked_device(device: torch.device | str) -> torch.device:
     """Return the device; raise ``FedrotError`` if tensors cannot be put on it."""
     try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
+        checked = torch.device(device)
+        torch.empty(0, device=checked)
     except (RuntimeError, AssertionError) as error:
         raise FedrotError(
             f"The device '{device}' cannot be used: {error}. Take 'cpu', or install "
             "the torch that is built for this device."
         ) from error
-    return found
+    return checked
 
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Multiply float32 matrices without rounding to TF32 or bfloat16; a context and a
-    decorator.
+    """Multiply float32 matrices without rounding to TF32 or bfloat16.
 
-    Users may allow the rounding for training (``torch.set_float32_matmul_precision``);
-    rotations would then be orthogonal only to 1e-3. The user's setting, which holds for
-    all threads, is restored.
+    A context and a decorator. Users may allow the rounding for training
+    (``torch.set_float32_matmul_precision``); rotations would then be orthogonal only to
+    1e-3. The user's setting, which holds for all threads, is restored.
     """
     try:
         chosen = torch.get_float32_matmul_precision()
-    except (
-        RuntimeError
-    ):  # the user set the switches below to values that have no common name
+    except RuntimeError:
+        # The user set the switches below to values that have no common name.
         chosen = "highest"
     had = [switch.fp32_precision for switch in _SWITCHES]
     torch.set_float32_matmul_precision("highest")
@@ -238,11 +218,6 @@ def full_float32() -> Iterator[None]:
 
 
 #: The settings of the backends; torch before 2.9 has one setting for all.
-_SWITCHES: tuple[Any, ...] = tuple(
-    products
-    for products in (
-        torch.backends.cuda.matmul,
-        getattr(torch.backends.mkldnn, "matmul", None),
-    )
-    if hasattr(products, "fp32_precision")
-)
+_BACKENDS = (torch.backends.cuda, torch.backends.mkldnn)
+_PRODUCTS = [getattr(backend, "matmul", None) for backend in _BACKENDS]
+_SWITCHES: list[Any] = [x for x in _PRODUCTS if hasattr(x, "fp32_precision")]

@@ -15,7 +15,6 @@ from torch import nn
 
 from fedrot.lora import load_adapter, train_only
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.experiment import TASKS, Experiment
 from fedrot.simulations.federation.cells import (
     RUNS,
     CellRun,
@@ -23,9 +22,11 @@ from fedrot.simulations.federation.cells import (
     run_federated,
 )
 from fedrot.simulations.models import LOADERS, model_config, tensors_of
+from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.strategy import KINDS, NAMED, Strategy
 from fedrot.simulations.summary import BOUNDS
 from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.registry import TASKS, named_tasks
 from fedrot.strategies import FedRot
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.update import Moved, Update
@@ -128,7 +129,7 @@ def _load(load: Any, factors: str, model: Any, tensors: Tensors) -> None:
 
 
 def _check(
-    strategy: Strategy, experiment: Experiment, of_adapters: bool | None = None
+    strategy: Strategy, experiment: Scenario, of_adapters: bool | None = None
 ) -> None:
     """Refuse what the kind does not read, and experiments with or without adapters."""
     for name, usual in Strategy.model_fields.items():
@@ -141,27 +142,25 @@ def _check(
         raise ValueError(f"kind '{strategy.kind}' is for {what}")
 
 
-def _check_ensemble(strategy: Strategy, experiment: Experiment) -> None:
+def _check_ensemble(strategy: Strategy, experiment: Scenario) -> None:
     _check(strategy, experiment, of_adapters=False)
     if strategy.options.keys() - {"probabilities"}:
         raise ValueError(
             f"options of an ensemble are {strategy.options}; give probabilities or none"
         )
     if not TASKS[experiment.task].classifies:
-        able = " or ".join(
-            f"'{task}'" for task, traits in TASKS.items() if traits.classifies
-        )
+        able = " or ".join(map(repr, named_tasks("classifies")))
         raise ValueError(f"ensembles are for task {able}, not for '{experiment.task}'")
 
 
-def _check_adapters(strategy: Strategy, experiment: Experiment) -> None:
+def _check_adapters(strategy: Strategy, experiment: Scenario) -> None:
     _check(strategy, experiment, of_adapters=True)
     if len(set(experiment.ranks)) > 1:
         raise ValueError("factors of different ranks cannot be rotated")
     AlignmentOptions(parts=(ADAPTERS,), **strategy.options)
 
 
-def _check_rival(strategy: Strategy, experiment: Experiment) -> None:
+def _check_rival(strategy: Strategy, experiment: Scenario) -> None:
     _check(strategy, experiment, of_adapters=True)
     adapters = RivalOptions(**strategy.options)
     if len(set(experiment.ranks)) > 1 and not adapters.averaging.any_rank:

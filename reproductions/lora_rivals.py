@@ -173,7 +173,7 @@ class RivalOptions(AdapterOptions):
         return "A" if server_round % 2 else "B"
 
     @property
-    def kind(self) -> Method:
+    def averaging(self) -> Method:
         """The entry of the method, with sums by these options."""
         return replace(METHODS[self.method], sums=partial(RivalSums, self))
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import FedAvg, Result
 from torch import Tensor
 
 from fedrot.errors import FedrotError
@@ -89,9 +89,17 @@ class RivalLoRA(AlignedLoRA):
                 "change the messages that this returns."
             )
 
-    def model_of(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return the adapter: the initial one has no residuals."""
-        return without_residuals(arrays)
+    def start(
+        self, grid: Grid, initial_arrays: ArrayRecord, *args: Any, **kwargs: Any
+    ) -> Result:
+        """As ``ReplyStrategy.start``, also with a checkpoint that has residuals."""
+        if self.checkpoints is not None and self.checkpoints.rounds():
+            saved = self.checkpoints.newest().result.arrays
+            adapter = without_residuals(saved)
+            # The initial adapter has none, and would be another model.
+            residuals = {n: array for n, array in saved.items() if n not in adapter}
+            initial_arrays = ArrayRecord({**initial_arrays, **residuals})
+        return super().start(grid, initial_arrays, *args, **kwargs)
 
     def schema(self, broadcast: Tensors) -> Schema:
         """Return the tensors that a reply may hold: an adapter, whose residuals are

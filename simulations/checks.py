@@ -22,6 +22,7 @@ from fedrot.simulations.run_folder import Cell
 from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.simulations.summary import span
 from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.registry import TASKS
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.fitting.result import FEW
 from fedrot.symmetry import symmetry_of
@@ -154,7 +155,7 @@ def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator
         if len(values) > len(sizes):
             shared = f", of {len(values)} values of '{column}'"
     yield f"{len(sizes)} clients have {span(sizes)} rows each (seed {seed}){shared}."
-    if experiment.task in ("classification", "image") and task.data.kind == "single":
+    if TASKS[experiment.task].classifies and task.data.kind == "single":
         largest = int(np.bincount(train.labels).argmax())
         share = float(np.mean(task.data.test.labels == largest))
         yield (

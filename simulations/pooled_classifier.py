@@ -1,6 +1,4 @@
-"""Classifiers on sentence-transformers models: the head reads the tokens as the model's
-pooling does.
-"""
+"""Classifiers on sentence-transformers models, with the model's own pooling."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from transformers.utils.hub import cached_file
 
 from fedrot._io import read_json, shallow
 from fedrot.errors import FedrotError
-from fedrot.simulations.models import loading, source_of
+from fedrot.simulations.pretrained import loading, source_of
 
 #: The saved models' keys of these and other poolings, before version 6 of
 #: sentence-transformers.
@@ -24,38 +22,32 @@ _KEYS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 
 
 def pooling_of(model: str, settings: Any) -> str:
-    """Return a sentence-transformers model's pooling; empty for others, and with a
-    saved task head.
+    """Return a sentence-transformers model's pooling, mean or cls.
+
+    It is empty for other models, and with a saved task head.
 
     Raises ``FedrotError`` if a file is damaged, or the model is pooled in another way
     than mean or cls.
     """
-    source, optional = (
-        source_of(model),
-        {"_raise_exceptions_for_missing_entries": False},
-    )
+    source = source_of(model)
     saved = settings.architectures or ()
     with loading(model):
-        file = cached_file(source, "modules.json", **optional)
+        file = _optional(source, "modules.json")
         if file is None or any(
             name.endswith("ForSequenceClassification") for name in saved
         ):
             return ""
-        listed: Any = json.loads(shallow(Path(file).read_bytes()))
-        kinds = [entry["type"].rpartition(".")[2] for entry in listed]
-        own = (
-            cached_file(source, f"{listed[1]['path']}/config.json", **optional)
-            if kinds[1:]
-            else None
-        )
-        given = read_json(Path(own)) if own else {}
-    switches = (
-        key for key, on in given.items() if key.startswith("pooling_mode_") and on
-    )
-    mode = given.get("pooling_mode", [_KEYS.get(key, key) for key in switches])
-    modes = [*map(str, mode if isinstance(mode, list) else [mode])] or ["mean"]
-    plain = kinds[:2] == ["Transformer", "Pooling"] and not settings.is_encoder_decoder
-    if not (own and plain and len(modes) == 1 and modes[0] in ("mean", "cls")):
+        modules: Any = json.loads(shallow(Path(file).read_bytes()))
+        kinds = [entry["type"].rpartition(".")[2] for entry in modules]
+        file = None
+        pooling: Any = {}
+        if len(modules) > 1:
+            file = _optional(source, f"{modules[1]['path']}/config.json")
+        if file:
+            pooling = read_json(Path(file))
+    modes = _modes(pooling)
+    usual = kinds[:2] == ["Transformer", "Pooling"] and not settings.is_encoder_decoder
+    if not (file and usual and modes in (["mean"], ["cls"])):
         raise FedrotError(
             f"'{model}' is a {settings.model_type} with modules {', '.join(kinds)} and "
             f"pooling {' and '.join(modes)}; a classifier reads an encoder that is "
@@ -65,9 +57,28 @@ def pooling_of(model: str, settings: Any) -> str:
     return modes[0]
 
 
+def _optional(source: str, name: str) -> str | None:
+    """Return the path of a model's file, or None if there is none."""
+    return cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+
+
+def _modes(pooling: Any) -> list[str]:
+    """Return the modes of a saved pooling, of old and new versions; by default mean."""
+    switched = [
+        _KEYS.get(key, key)
+        for key, on in pooling.items()
+        if key.startswith("pooling_mode_") and on
+    ]
+    mode = pooling.get("pooling_mode", switched)
+    if not isinstance(mode, list):
+        mode = [mode]
+    return [*map(str, mode)] or ["mean"]
+
+
 class PooledForSequenceClassification(PreTrainedModel):
-    """An encoder without its pooler, a pooling of tokens, dropout, and a random linear
-    ``classifier``.
+    """An encoder without its pooler, a pooling, dropout, and a linear ``classifier``.
+
+    The classifier is random.
 
     Tensors have the names of the family's own classifiers, so that
     ``fedrot.symmetry_of`` and ``fedrot.task_head_of`` know them. Features are not
@@ -82,21 +93,19 @@ class PooledForSequenceClassification(PreTrainedModel):
 
     def __init__(self, encoder: Any, mode: str) -> None:
         super().__init__(encoder.config)
-        self.base_model_prefix, self.mode = encoder.base_model_prefix, mode
+        self.base_model_prefix = encoder.base_model_prefix
+        self.mode = mode
         if hasattr(encoder, "pooler"):
             encoder.pooler = None
         setattr(self, self.base_model_prefix, encoder)
         names = ("classifier_dropout", "seq_classif_dropout", "hidden_dropout_prob")
         rates = (getattr(self.config, name, None) for name in names)
-        self.dropout = nn.Dropout(
-            next((rate for rate in rates if rate is not None), 0.0)
-        )
-        self.classifier = nn.Linear(
-            self.config.hidden_size, int(self.config.num_labels or 0)
-        )
-        nn.init.normal_(
-            self.classifier.weight, std=getattr(self.config, "initializer_range", 0.02)
-        )
+        rate = next((rate for rate in rates if rate is not None), 0.0)
+        self.dropout = nn.Dropout(rate)
+        labels = int(self.config.num_labels or 0)
+        self.classifier = nn.Linear(self.config.hidden_size, labels)
+        deviation = getattr(self.config, "initializer_range", 0.02)
+        nn.init.normal_(self.classifier.weight, std=deviation)
         nn.init.zeros_(self.classifier.bias)
 
     def forward(
@@ -105,27 +114,27 @@ class PooledForSequenceClassification(PreTrainedModel):
         labels: Tensor | None = None,
         **inputs: Any,
     ) -> SequenceClassifierOutput:
-        """Return ``logits`` ``[rows, labels]``, and the ``loss`` if there are
-        ``labels``.
+        """Return ``logits`` ``[rows, labels]``, and with ``labels`` the ``loss``.
 
         ``inputs`` are those of the encoder, such as ``input_ids`` and
         ``token_type_ids``.
         """
-        given = {"attention_mask": attention_mask, **inputs, "return_dict": True}
-        tokens = self.base_model(**given).last_hidden_state
+        output = self.base_model(
+            **{"attention_mask": attention_mask, **inputs, "return_dict": True}
+        )
+        tokens = output.last_hidden_state
         features = tokens[:, 0]
         if self.mode == "mean":
-            mask = (
-                torch.ones(tokens.shape[:2])
-                if attention_mask is None
-                else attention_mask
-            )
-            shares = mask.unsqueeze(-1).to(tokens)
+            if attention_mask is None:
+                attention_mask = torch.ones(tokens.shape[:2])
+            shares = attention_mask.unsqueeze(-1).to(tokens)
             features = (tokens * shares).sum(1) / shares.sum(1).clamp_min(1e-9)
         logits = self.classifier(self.dropout(features))
         loss = None
         if labels is not None:
             loss = self.loss_function(
-                labels=labels, pooled_logits=logits, config=self.config
+                labels=labels,
+                pooled_logits=logits,
+                config=self.config,
             )
         return SequenceClassifierOutput(loss=loss, logits=logits)

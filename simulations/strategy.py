@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 if TYPE_CHECKING:
     from fedrot.aggregation.registry import AggregationEntry
     from fedrot.options import AlignmentOptions
-    from fedrot.simulations.experiment import Experiment
+    from fedrot.simulations.scenario import Scenario
 
 
 #: Fields that do not go with adapters.
@@ -109,7 +109,7 @@ class Strategy(BaseModel):
         fields = self.alignment if isinstance(self.alignment, dict) else {}
         return AlignmentOptions(**fields)
 
-    def check(self, experiment: Experiment) -> None:
+    def check(self, experiment: Scenario) -> None:
         """Raise ``ValueError`` if the strategy does not go with an experiment.
 
         Arguments of ``FedRot`` are checked by ``FedRot``, which is built before
@@ -149,7 +149,7 @@ class Strategy(BaseModel):
             )
         KINDS[self.kind](self, experiment)
 
-    def code(self, experiment: Experiment) -> str:
+    def code(self, experiment: Scenario) -> str:
         """Return the line of a server app that runs the strategy, to copy.
 
         It is empty if there is none.
@@ -175,7 +175,7 @@ class Strategy(BaseModel):
             line += f"  # then fit_task_head(grid, result.arrays, {model})"
         return line
 
-    def _arguments(self, experiment: Experiment) -> list[str]:
+    def _arguments(self, experiment: Scenario) -> list[str]:
         """Return the arguments of ``FedRot`` that are not its defaults."""
         arguments = []
         if self.adapters:
@@ -212,7 +212,7 @@ def _call(name: str, options: object, *first: str) -> str:
     return f"{name}({', '.join(arguments)})"
 
 
-def _of_adapters(strategy: Strategy, experiment: Experiment) -> None:
+def _of_adapters(strategy: Strategy, experiment: Scenario) -> None:
     """Refuse options of adapters that do not fit their ranks or kind."""
     from fedrot.lora import AdapterOptions
 
@@ -228,7 +228,7 @@ def _of_adapters(strategy: Strategy, experiment: Experiment) -> None:
 
 #: What refuses a strategy that does not go with an experiment, by kind. Plug-ins add
 #: theirs; how a kind runs is in ``federation.cells.RUNS``.
-KINDS: dict[str, Callable[[Strategy, Experiment], None]] = {
+KINDS: dict[str, Callable[[Strategy, Scenario], None]] = {
     "fedrot": _of_adapters,
     "head_only": lambda strategy, experiment: None,
 }

@@ -1,6 +1,4 @@
-"""``fedrot.strategies``: Flower strategies that align every reply to an anchor before
-the average.
-"""
+"""``fedrot.strategies``: Flower strategies that align replies before the average."""
 
 from importlib.util import find_spec
 
@@ -9,6 +7,7 @@ if find_spec("flwr") is None:
         "The strategies need Flower: pip install -c constraints.txt '.[flower]'"
     )
 
+from fedrot.options import AlignmentOptions
 from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client.add_statistics import add_statistics
@@ -30,6 +29,7 @@ from fedrot.strategies.wire.statistics_record import (
 __all__ = [
     "Aligned",
     "AlignedLoRA",
+    "AlignmentOptions",
     "Checkpointing",
     "FedRot",
     "FedRotLoRA",

@@ -96,9 +96,7 @@ class Aligned(ReplyStrategy):
             )
 
     def summary(self) -> None:
-        """Log what is aligned, then the summary of ``ReplyStrategy`` and of the base
-        strategy.
-        """
+        """Log what is aligned, then the summaries behind."""
         chosen = self.alignment
         what = (
             f"{' + '.join(chosen.parts)} to anchor '{chosen.anchor}'"
@@ -115,20 +113,20 @@ class Aligned(ReplyStrategy):
         super().summary()
 
     def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
-        """Return the function that builds a round's aggregator; None passes all updates
-        on.
-        """
+        """Return the function that builds a round's aggregator, see ``PlaysRounds``."""
         return Mean if self.aligns and self.wrapped_class in OF_THE_MEAN else None
 
     def begin_round(self, arrays: ArrayRecord) -> None:
         """Find the symmetry of the model that a round broadcasts."""
         if self.alignment is None:
             return
-        found = arguments.symmetry_for(self.symmetry or self.model_config, arrays)
-        found.select(self.alignment.parts, self.alignment.layer_indices(found.layers))
-        self.symmetry = found
+        symmetry = arguments.symmetry_for(self.symmetry or self.model_config, arrays)
+        symmetry.select(
+            self.alignment.parts, self.alignment.layer_indices(symmetry.layers)
+        )
+        self.symmetry = symmetry
         if self.other_bases is not None:
-            self.other_bases.prepare(found)
+            self.other_bases.prepare(symmetry)
 
     def aligner(
         self, broadcast: Tensors, mean: Mean | None, record: RoundRecord

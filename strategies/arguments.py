@@ -1,6 +1,4 @@
-"""Checks of a strategy's arguments, and of privacy wrappers, before any client
-trains.
-"""
+"""Checks of a strategy's arguments and privacy wrappers, before a client trains."""
 
 from __future__ import annotations
 
@@ -40,36 +38,45 @@ _SERVER_SIDE = (
 def check_functions(owner: object, *names: str) -> None:
     """Check that settings are functions, and not what the functions return."""
     for name in names:
-        given = getattr(owner, name)
-        if isinstance(given, nn.Module) or not callable(given):
-            kind, of = type(given).__name__, type(owner).__name__
+        function = getattr(owner, name)
+        if isinstance(function, nn.Module) or not callable(function):
+            kind = type(function).__name__
+            of = type(owner).__name__
             raise FedrotError(
                 f"{name} of {of} is a {kind}; give a function, like {name}=lambda: ..."
             )
 
 
-def check_described(name: str, given: object, align: bool) -> None:
+def check_described(name: str, described: object, align: bool) -> None:
     """Check that a supported model is described; without ``align`` None is allowed."""
-    if isinstance(given, Symmetry) or (given is None and not align):
+    if isinstance(described, Symmetry) or (described is None and not align):
         return
-    to_dict = getattr(given, "to_dict", None)
-    config = to_dict() if callable(to_dict) and not isinstance(given, type) else given
+    to_dict = getattr(described, "to_dict", None)
+    config = (
+        to_dict()
+        if callable(to_dict) and not isinstance(described, type)
+        else described
+    )
     if isinstance(config, Mapping) and "model_type" in config:
         if align:
             check_family(config)
         return
-    what = "nothing" if given is None else f"an object of type {type(given).__name__}"
+    what = (
+        "nothing"
+        if described is None
+        else f"an object of type {type(described).__name__}"
+    )
     instead = (
         f"{name}(model.config, ...), with the transformers configuration, or "
         f"{name}(symmetry, ...) for your own architecture (docs/how-to/own-model.md)"
     )
     if isinstance(
-        given, (bool, int, float)
+        described, (bool, int, float)
     ):  # FedAvg's first argument is fraction_train.
-        what = f"the number {given}"
+        what = f"the number {described}"
         instead = (
-            f"{name}(model.config, fraction_train={given}), and name other arguments "
-            "too"
+            f"{name}(model.config, fraction_train={described}), and name other "
+            "arguments too"
         )
     raise FedrotError(
         f"{name} needs the model's configuration, and was given {what}: write "
@@ -78,9 +85,7 @@ def check_described(name: str, given: object, align: bool) -> None:
 
 
 def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
-    """Return the symmetry of the broadcast model: the given symmetry, or the
-    configuration's.
-    """
+    """Return the symmetry of the broadcast model: the given or the configuration's."""
     if not isinstance(described, Symmetry):
         tensors = from_arrays(arrays)
         symmetry = symmetry_of(described, tensors)
@@ -94,26 +99,25 @@ def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
 
 
 def _equal_tables(symmetry: Symmetry, tensors: Tensors) -> tuple[tuple[str, ...], ...]:
-    """Return pairs of an embedding and an equal output table: tied tensors are sent
-    twice.
-    """
+    """Return pairs of an embedding and an equal output table, which were tied."""
     streams = {
         s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots
     }
-    return tuple(
-        (other, reader)
-        for reader in sorted(symmetry.readers)
-        for other in sorted(streams - symmetry.readers)
-        if symmetry.shapes[other] == symmetry.shapes[reader]
-        and torch.equal(tensors[other], tensors[reader])
-    )
+    others = sorted(streams - symmetry.readers)
+    pairs = list[tuple[str, str]]()
+    for reader in sorted(symmetry.readers):
+        table = tensors[reader]
+        alike = [name for name in others if tensors[name].shape == table.shape]
+        pairs += ((name, reader) for name in alike if torch.equal(tensors[name], table))
+    return tuple(pairs)
 
 
 def check_shapes(
     symmetry: Symmetry, shapes: Mapping[str, tuple[int, ...]], origin: str
 ) -> None:
-    """Raise ``SymmetryError`` if shapes differ; ``origin`` is "broadcast" or
-    "received".
+    """Raise ``SymmetryError`` if shapes differ.
+
+    ``origin`` is "broadcast" or "received".
     """
     different = sorted(dict(shapes.items() ^ symmetry.shapes.items()))
     if different:
@@ -150,15 +154,13 @@ def check_initial_arrays(arrays: object, described: object, align: bool) -> None
 
 
 def check_numbers(strategy: object, num_rounds: object) -> None:
-    """Check numbers of a run's configuration; with wrong ones Flower fails late, or
-    waits for ever.
-    """
+    """Check numbers of a run; with wrong ones Flower fails late, or waits for ever."""
     wholes = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
-    found = {
+    numbers = {
         "num_rounds": num_rounds,
         **{name: getattr(strategy, name, 0) for name in wholes},
     }
-    for name, value in found.items():
+    for name, value in numbers.items():
         if not isinstance(value, Integral) or int(value) < 0:
             raise FedrotError(
                 f"{name} is {value!r:.60}; it must be a whole number{_UNQUOTED}"
@@ -172,8 +174,7 @@ def check_numbers(strategy: object, num_rounds: object) -> None:
 
 
 def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:
-    """Refuse alignment with a privacy wrapper if it would break the wrapper's
-    guarantee.
+    """Refuse alignment that would break a privacy wrapper's guarantee.
 
     The guarantee breaks if clients clip before the server aligns, or if one client's
     reply changes how the updates of others are moved: through the ``anchor`` or

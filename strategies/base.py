@@ -1,20 +1,18 @@
-"""The mixin ``ReplyStrategy``: Flower's hooks, which check every reply for any base
-strategy.
-"""
+"""The mixin ``ReplyStrategy``: Flower's hooks, which check every reply."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from logging import INFO, WARNING
 from typing import Any, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Result
 
 from fedrot._io import append_rows
-from fedrot.aggregation import Aggregator, Mean
 from fedrot.errors import FedrotError
 from fedrot.strategies import arguments
 from fedrot.strategies.reporting.rows import (
@@ -32,41 +30,35 @@ from fedrot.strategies.reporting.verdict import (
     told,
 )
 from fedrot.strategies.resume.run import run
-from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.asked import Asked, sent_by
 from fedrot.strategies.round.evaluations import readable_evaluations
-from fedrot.strategies.round.guard import Comparison
-from fedrot.strategies.round.inbox import Inbox, Schema
-from fedrot.strategies.round.merge import Aggregated, Averaged, Listed, Merge, Wrapped
-from fedrot.strategies.round.outbox import common_model, integers_of, plain, to_send
-from fedrot.strategies.round.play import Order, by_client, by_contents, play
+from fedrot.strategies.round.merge import Aggregated, Wrapped
+from fedrot.strategies.round.outbox import common_model, plain, to_send
+from fedrot.strategies.round.play import PlaysRounds
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
 from fedrot.strategies.wire.arrays import STATISTICS, from_arrays
-from fedrot.strategies.wire.flower_compat import figures_of
 from fedrot.strategies.wire.lazy_grid import LazyGrid, streamed
-from fedrot.tensors import Tensors, checked_device
+from fedrot.tensors import checked_device
 
 #: Attributes with data of one round, or of one call of ``start``.
-_OF_ONE_ROUND = frozenset(
-    (
-        "_broadcast",
-        "_config",
-        "_grid",
-        "_timeout",
-        "_sent",
-        "_sent_to_evaluate",
-        "_begun",
-    )
+_OF_ONE_ROUND = (
+    "_broadcast",
+    "_config",
+    "_grid",
+    "_timeout",
+    "_begun",
+    "_sent",
+    "_sent_to_evaluate",
 )
 
 
-class ReplyStrategy(Strategy):
+class ReplyStrategy(PlaysRounds):
     """Mixin that reads and checks every reply before the base strategy aggregates.
 
     This class does not align. ``Aligned`` and ``AlignedLoRA`` inherit from it, and
-    override the methods below that move and merge a round's updates. A reply is dropped
-    with a warning if it is not a finite update of the broadcast model, has no positive
+    override the methods that move and merge a round's updates. A reply is dropped with
+    a warning if it is not a finite update of the broadcast model, has no positive
     weight (``num-examples``), is sent twice, or matches no request of the round.
 
     Args:
@@ -79,29 +71,14 @@ class ReplyStrategy(Strategy):
         FedrotError: in the first round, if every reply is dropped for the same reason.
     """
 
-    #: True if statistics of replies are used.
-    uses_statistics = False
-
-    #: True in simulations: deterministic rounds sort replies by the ids that clients
-    #: send.
-    trusts_ids = False
-
-    #: True if a round's updates are aligned; metrics and the verdict then report the
-    #: alignment.
-    aligns = False
-
     #: True if a round whose broadcast model is unknown is an error, not only unchecked.
     needs_model = False
 
-    #: Whether, or by which name, the task head is fitted; None if the strategy has no
-    #: such option.
+    #: Whether, or by which name, the task head is fitted; None without such an option.
     fit_head: bool | str | None = None
 
     #: The model's configuration or symmetry, if it is known.
     model_config: object = None
-
-    #: Chooses between the result of a round and the plain mean, if there is a guard.
-    comparison: Comparison | None = None
 
     def __init__(
         self,
@@ -113,9 +90,9 @@ class ReplyStrategy(Strategy):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.server = server or Server()
-        self.reporting, self._reports = reporting or Reporting(), reporting is not None
+        self.reporting = reporting or Reporting()
+        self._reports = reporting is not None
         self._device = checked_device(self.server.device)
-        #: True if a round holds all updates until every reply has arrived.
         self.waits = self.server.deterministic
         self.checkpoints = checkpoints
         # A privacy wrapper contains the strategy with weights.
@@ -131,9 +108,7 @@ class ReplyStrategy(Strategy):
         self._verdicts: dict[int, str] = {}
 
     def summary(self) -> None:
-        """Log how replies are processed and what they need, then the summary of the
-        base strategy.
-        """
+        """Log what happens to replies, then the summary of the base strategy."""
         streams = self.aggregator(1) is not None and not self.waits
         how = "averaged as they arrive" if streams else "held until all have arrived"
         order = ", sorted by their contents" if self.server.deterministic else ""
@@ -156,8 +131,7 @@ class ReplyStrategy(Strategy):
         should_stop: Callable[[int, Result], bool] | None = None,
         **further: Any,
     ) -> Result:
-        """Run the rounds, as ``Strategy.start`` of Flower does; replies are fetched one
-        at a time.
+        """Run the rounds as Flower's ``Strategy.start``; replies are fetched singly.
 
         Args:
             should_stop: as in Flower 1.43 and later. A resumed run calls it first with
@@ -178,36 +152,35 @@ class ReplyStrategy(Strategy):
         self._sent = self._sent_to_evaluate = self._begun = None
         self._grid = lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)
         if self.checkpoints is None or not self.checkpoints.rounds():
-            initial_arrays = self.prepared(
-                lazy, initial_arrays, train_config or ConfigRecord()
-            )
+            config = train_config or ConfigRecord()
+            initial_arrays = self.prepared(lazy, initial_arrays, config)
         evaluating = evaluate_fn
         if self.comparison is not None:
-            evaluating = self.comparison.evaluating(
-                evaluating, self.aggregator(1) is not None
-            )
+            merges = self.aggregator(1) is not None
+            evaluating = self.comparison.evaluating(evaluating, merges)
         if evaluating is not None and self._reports:
             evaluating = reporting_evaluations(self.reporting, evaluating)
-        given = (num_rounds, timeout, train_config, evaluate_config, evaluating)
+        play_all: Callable[..., Result] = super().start
         if self.checkpoints is not None:
-            result = run(
-                self,
-                lazy,
-                initial_arrays,
-                *given,
-                checkpoints=self.checkpoints,
-                **further,
-            )
+            play_all = partial(run, self, checkpoints=self.checkpoints)
         else:
             self.begin(None)
-            result = super().start(lazy, initial_arrays, *given, **further)
+        result = play_all(
+            lazy,
+            initial_arrays,
+            num_rounds,
+            timeout,
+            train_config,
+            evaluate_config,
+            evaluating,
+            **further,
+        )
         # Before 1.43, Flower returned no model if every round had failed.
         result.arrays = result.arrays or initial_arrays
         if empty := empty_rounds(self._verdicts):
             log(WARNING, empty)
-        for line in run_lines(
-            result.train_metrics_clientapp, self._verdicts, self.reporting.rows_path
-        ):
+        rounds = result.train_metrics_clientapp
+        for line in run_lines(rounds, self._verdicts, self.reporting.rows_path):
             log(INFO, line)
         return result
 
@@ -221,23 +194,22 @@ class ReplyStrategy(Strategy):
         )
 
     def begin(self, after_round: int | None) -> None:
-        """Prepare for a run: the file of rows, see ``begin_rows``, and the ids that
-        clients send.
-        """
+        """Prepare the file of rows, see ``begin_rows``, and the ids of clients."""
         if self.reporting.rows_path is not None:
             begin_rows(self.reporting.rows_path, after_round)
         self._verdicts = {
-            n: said for n, said in self._verdicts.items() if n <= (after_round or 0)
+            n: verdict
+            for n, verdict in self._verdicts.items()
+            if n <= (after_round or 0)
         }
         self._clients = self._clients if after_round else {}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask for statistics, and store the broadcast model and the requests for
-        ``aggregate_train``.
-        """
-        self._config, self._grid = config, grid
+        """Ask for statistics; store the model and requests for ``aggregate_train``."""
+        self._config = config
+        self._grid = grid
         kinds = self.needs(server_round)
         if kinds or STATISTICS in config:
             config[STATISTICS] = ",".join(kinds)
@@ -264,9 +236,7 @@ class ReplyStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> Aggregated:
-        """Read and move the replies, let the base strategy aggregate them, and
-        report.
-        """
+        """Read and move replies, let the base strategy aggregate them, and report."""
         sent = sent_by(self._grid, self._sent)
         if not sent and not replies:
             self._verdicts[server_round] = NOBODY
@@ -274,12 +244,11 @@ class ReplyStrategy(Strategy):
         if not self._knows_model(server_round):
             return self._passed_on(server_round, replies)
         record = RoundRecord(server_round)
-        # A subclass that overrides this method may read the replies before and
-        # afterwards.
-        one_pass = replies if self._in_front else streamed(replies)
-        merge, moved_broadcast = self._played(
-            one_pass, Asked(sent, self._clients), record
-        )
+        in_front = self._in_front
+        # A subclass that overrides this method may read the replies itself.
+        one_pass = replies if in_front else streamed(replies)
+        asked = Asked(sent, self._clients)
+        merge, moved_broadcast = self._played(one_pass, asked, record, in_front)
         wrapped = Wrapped(
             strategy=self,
             wrapped_class=self.wrapped_class,
@@ -296,23 +265,17 @@ class ReplyStrategy(Strategy):
             broadcast = from_arrays(self._broadcast)
             schema = self.schema(broadcast)
             after = None if arrays is None else from_arrays(arrays)
-            record.add_hashes(
-                broadcast, after, {**schema.settings, **schema.about(broadcast)}
-            )
+            about = {**schema.settings, **schema.about(broadcast)}
+            record.add_hashes(broadcast, after, about)
         if self.reporting.rows_path is not None:
             append_rows(self.reporting.rows_path, record.rows())
-        self._verdicts[server_round] = record.log_end(
-            self.aligns, self.fit_head is not False
-        )
-        metrics = (
-            MetricRecord({**(metrics or {}), **ours})
-            if ours or metrics is not None
-            else None
-        )
+        fits_head = self.fit_head is not False
+        self._verdicts[server_round] = record.log_end(self.aligns, fits_head)
+        if ours or metrics is not None:
+            metrics = MetricRecord({**(metrics or {}), **ours})
         self._report(server_round, TRAIN, metrics)
-        record.check_start(
-            lambda: self._grid.get_node_ids() if self._grid is not None else ()
-        )
+        grid = self._grid
+        record.check_start(tuple if grid is None else grid.get_node_ids)
         return arrays, metrics
 
     def aggregate_evaluate(
@@ -325,39 +288,15 @@ class ReplyStrategy(Strategy):
         readable = readable_evaluations(replies, Asked(sent), self._weighted_by)
         if not readable:
             return None
-        found = super().aggregate_evaluate(server_round, readable)  # type: ignore[safe-super]
-        self._report(server_round, EVALUATE, found)
-        return found
+        metrics = super().aggregate_evaluate(server_round, readable)  # type: ignore[safe-super]
+        self._report(server_round, EVALUATE, metrics)
+        return metrics
 
-    def _report(
-        self, server_round: int, stage: str, metrics: MetricRecord | None
-    ) -> None:
+    def _report(self, number: int, stage: str, metrics: MetricRecord | None) -> None:
         if metrics is not None and self._reports:
-            report_metrics(self.reporting, server_round, stage, metrics)
+            report_metrics(self.reporting, number, stage, metrics)
 
     # What a subclass may override
-
-    def schema(self, broadcast: Tensors) -> Schema:
-        """Return the tensors that a reply must hold: those of the broadcast model."""
-        return Schema(broadcast)
-
-    def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
-        """Return the function that builds a round's aggregator; None passes all updates
-        on.
-        """
-        return None
-
-    def needs(self, server_round: int) -> tuple[str, ...]:
-        """Return the kinds of statistics that every reply of a round must have."""
-        return ()
-
-    def aligner(
-        self, broadcast: Tensors, mean: Mean | None, record: RoundRecord
-    ) -> Aligner:
-        """Return the aligner of a round's updates; ``mean`` is the round's, if it only
-        needs a mean.
-        """
-        return Aligner()
 
     def check_initial(self, arrays: ArrayRecord) -> None:
         """Check the first model before any client trains; raises ``FedrotError``."""
@@ -366,23 +305,18 @@ class ReplyStrategy(Strategy):
     def prepared(
         self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord
     ) -> ArrayRecord:
-        """Return the first model of a run that is not resumed, given
-        ``initial_arrays``.
-        """
+        """Return the first model of a new run, given ``initial_arrays``."""
         return arrays
 
     def begin_round(self, arrays: ArrayRecord) -> None:
         """Called with the model that a round broadcasts, before any message is made."""
 
     def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
-        """Return a round's new model, given the merged one; called after the round's
-        last reply.
-        """
+        """Return a round's new model, given the merged one, after the last reply."""
         return arrays
 
     def check_own_messages(self, messages: Sequence[Message]) -> None:
-        """Called with a round's messages if a subclass did not call
-        ``super().configure_train``.
+        """Check messages that a subclass made without ``super().configure_train``.
 
         Raises:
             FedrotError: the messages lack something that clients need.
@@ -398,18 +332,15 @@ class ReplyStrategy(Strategy):
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Return, by name, the attributes that may be a run's state: all but those of
-        one round.
+        """Return by name what may be a run's state: attributes not of one round.
 
         A checkpoint holds those that changed since the run began. A subclass may leave
         out others.
         """
-        found = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in _OF_ONE_ROUND
-        }
-        return found | {"_verdicts": told(self._verdicts)}
+        kept = {**vars(self), "_verdicts": told(self._verdicts)}
+        for name in _OF_ONE_ROUND:
+            kept.pop(name, None)
+        return kept
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the attributes that a checkpoint holds."""
@@ -418,26 +349,22 @@ class ReplyStrategy(Strategy):
     def _begin_round(self, server_round: int, arrays: ArrayRecord) -> None:
         if self.needs_model or self.aggregator(server_round) is not None:
             arguments.check_not_behind(self)
-        self._begun, self._broadcast = server_round, arrays
+        self._begun = server_round
+        self._broadcast = arrays
         self.begin_round(arrays)
 
     def _knows_model(self, server_round: int) -> bool:
-        """Return whether the round's broadcast model is known, or can be read from the
-        messages.
-        """
+        """Return whether the round's model is known, or is found in the messages."""
         if self._begun == server_round:
             return True
-        messages = (
-            [*self._grid.replies.asked.values()]
-            if isinstance(self._grid, LazyGrid)
-            else []
-        )
+        messages: list[Message] = []
+        if isinstance(self._grid, LazyGrid):
+            messages += self._grid.replies.asked.values()
         if not messages:
             return bool(self._broadcast)
         self.check_own_messages(messages)
-        arrays = common_model(
-            messages, getattr(self._weighting, "arrayrecord_key", None)
-        )
+        record = getattr(self._weighting, "arrayrecord_key", None)
+        arrays = common_model(messages, record)
         if arrays is not None:
             self._begin_round(server_round, arrays)
         return arrays is not None
@@ -465,52 +392,9 @@ class ReplyStrategy(Strategy):
     @property
     def _in_front(self) -> str:
         """The name of an overriding ``aggregate_train``; empty without an override."""
-        if (
-            getattr(self.aggregate_train, "__func__", None)
-            is ReplyStrategy.aggregate_train
-        ):
+        method = getattr(self.aggregate_train, "__func__", None)
+        if method is ReplyStrategy.aggregate_train:
             return ""
-        first = next(
-            cls for cls in type(self).__mro__ if "aggregate_train" in vars(cls)
-        )
+        mro = type(self).__mro__
+        first = next(cls for cls in mro if "aggregate_train" in vars(cls))
         return f"{first.__name__}.aggregate_train"
-
-    def _played(
-        self, replies: Iterable[Message], asked: Asked, record: RoundRecord
-    ) -> tuple[Merge, Callable[[], Tensors] | None]:
-        """Process a round's replies; return the filled merge, and
-        ``Aligner.moved_broadcast``.
-
-        All other objects of the round are released.
-        """
-        broadcast = from_arrays(self._broadcast, writable=self.server.deterministic)
-        merge: Merge
-        build = self.aggregator(record.number)
-        if build is None:
-            merge = Listed(
-                record, integers_of(self._broadcast) if self.aligns else ArrayRecord()
-            )
-        else:
-            merge = Averaged(build, record, self.comparison)
-        aligner = self.aligner(broadcast, merge.mean, record)
-        inbox = Inbox(
-            asked,
-            self.schema(broadcast),
-            record,
-            weighted_by=self._weighted_by,
-            needs=self.needs(record.number),
-            uses_statistics=self.uses_statistics,
-            copy=self.server.deterministic,
-            figures=figures_of(self) | figures_of(self._weighting),
-            in_front=self._in_front,
-            hashes=self.reporting.hashes,
-        )
-        by_id = by_client if self.trusts_ids else by_contents
-        held: Order = by_id if self.server.deterministic else list
-        order = held if self.waits else None
-        play(replies, inbox, aligner, merge, order=order)
-        return merge, aligner.moved_broadcast()
-
-    @property
-    def _weighted_by(self) -> str:
-        return str(getattr(self._weighting, "weighted_by_key", "num-examples"))

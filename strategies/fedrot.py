@@ -1,6 +1,4 @@
-"""The strategy ``FedRot``: aligned FedAvg, and other aggregations of aligned
-updates.
-"""
+"""The strategy ``FedRot``: aligned FedAvg, and other aggregations of updates."""
 
 from __future__ import annotations
 
@@ -103,7 +101,15 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
             train_metrics_aggr_fn=train_metrics_aggr_fn,
             evaluate_metrics_aggr_fn=evaluate_metrics_aggr_fn,
         )
-        self._kinds = self.aggregation().needs if self.aggregation is not None else ()
+        self._kinds: tuple[str, ...] = ()
+        if self.aggregation is not None:
+            aggregator: object = self.aggregation()
+            if not isinstance(aggregator, Aggregator):
+                raise FedrotError(
+                    f"aggregation builds a {type(aggregator).__name__}, which is no "
+                    "aggregator: let its class subclass fedrot.aggregation.Aggregator."
+                )
+            self._kinds = aggregator.needs
         if self.alignment is not None and {*self._kinds} - {TRAINED}:
             # Clients' statistics are those of the sent update, not of its canonical
             # form.
@@ -153,15 +159,12 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
 def _builder(
     aggregation: str | Callable[[], Aggregator] | None,
 ) -> Callable[[], Aggregator] | None:
-    """Return the function that builds an aggregation, given the function itself or a
-    name.
-    """
-    found = (
-        aggregation_named(aggregation) if isinstance(aggregation, str) else aggregation
-    )
-    if found is not None and not callable(found):
+    """Return the function that builds an aggregation, given it or a name."""
+    if isinstance(aggregation, str):
+        return aggregation_named(aggregation)
+    if aggregation is not None and not callable(aggregation):
         raise FedrotError(
-            f"aggregation is a {type(found).__name__}; give a name, or a class: "
+            f"aggregation is a {type(aggregation).__name__}; give a name, or a class: "
             "RegMean."
         )
-    return found
+    return aggregation

@@ -32,21 +32,25 @@ from fedrot.tensors import Shaped, Tensors, check_update
 #: Metrics of a round: relative distances of the new adapter, and of the mean of the
 #: factors, to the mean of the products; and the relative error of the sum of products,
 #: whose rank is bounded.
-ERROR, ERROR_OF_FACTORS = "fedrot-adapter-error", "fedrot-adapter-error-of-factors"
+ERROR = "fedrot-adapter-error"
+ERROR_OF_FACTORS = "fedrot-adapter-error-of-factors"
 LOST = "fedrot-adapter-lost"
 
 
 def adapter_record(config: LoraSettings | Mapping[str, Any] | object) -> ConfigRecord:
-    """Return the settings of a client's adapter, for the server to compare them with
-    its own.
+    """Return the settings of a client's adapter, for the server to compare.
 
     Example: ``content["fedrot-adapter"] =
     adapter_record(peft_model.peft_config["default"])``.
     """
-    own = LoraSettings.of(config)
-    alphas = [f"{name}={alpha}" for name, alpha in own.alpha_pattern.items()]
+    settings = LoraSettings.of(config)
+    alphas = [f"{name}={alpha}" for name, alpha in settings.alpha_pattern.items()]
     return ConfigRecord(
-        {"lora_alpha": own.alpha, "use_rslora": own.use_rslora, "alpha_pattern": alphas}
+        {
+            "lora_alpha": settings.alpha,
+            "use_rslora": settings.use_rslora,
+            "alpha_pattern": alphas,
+        }
     )
 
 
@@ -103,9 +107,7 @@ class AlignedLoRA(ReplyStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Check the first model before any client trains; warn of base weights in
-        it.
-        """
+        """Check the first model before any client trains; warn of base weights."""
         if server_round == 1:
             try:
                 pairs_of(arrays)
@@ -120,18 +122,16 @@ class AlignedLoRA(ReplyStrategy):
                 if ".base_layer." in name and not name.endswith(".bias")
             )
             if name := next(base, None):
-                said = (
+                message = (
                     "initial_arrays holds base weights ('%s'), which would be sent and "
                     "averaged in every round. Send only the adapter: "
                     "fedrot.lora.adapter_tensors(model)."
                 )
-                log(WARNING, said, name)
+                log(WARNING, message, name)
         return super().configure_train(server_round, arrays, config, grid)
 
     def schema(self, broadcast: Tensors) -> Schema:
-        """Return the tensors that a reply must hold: an adapter of at most the
-        broadcast ranks.
-        """
+        """Return what a reply must hold: an adapter of at most the broadcast ranks."""
         settings = adapter_record(self.settings)
         return AdapterSchema(
             broadcast, self.adapters.averaging.any_rank, settings=settings
@@ -159,16 +159,16 @@ class FedRotLoRA(FitsTaskHead, AlignedLoRA, FedAvg):
 
     @property
     def half_way(self) -> bool:
-        """Whether the adapter half way is a candidate: factors of a product cannot be
-        averaged.
+        """Whether the adapter half way is a candidate.
+
+        Factors of a product cannot be averaged.
         """
         return self.adapters.method == "mean"
 
 
 @dataclass(frozen=True)
 class AdapterSchema(Schema):
-    """Adapters of the broadcast modules, with ranks up to those of the broadcast
-    factors.
+    """Adapters of the broadcast modules, of at most the broadcast ranks.
 
     Attributes:
         smaller: whether smaller ranks are allowed.
@@ -176,25 +176,22 @@ class AdapterSchema(Schema):
 
     smaller: bool = True
 
-    def check(self, given: Mapping[str, Shaped]) -> None:
-        """Raise ``UpdateError`` unless names and shapes, except ranks, are those of the
-        broadcast.
-        """
-        targets, theirs = _targets(self.like), _targets(given)
-        if theirs and theirs != targets:
+    def check(self, tensors: Mapping[str, Shaped]) -> None:
+        """Raise ``UpdateError`` unless names and shapes, except ranks, are right."""
+        targets = _targets(self.like)
+        sent_targets = _targets(tensors)
+        if sent_targets and sent_targets != targets:
             what = (
-                f"The adapter's targets are {', '.join(theirs)}, the server's "
+                f"The adapter's targets are {', '.join(sent_targets)}, the server's "
                 f"{', '.join(targets)}."
             )
             raise UpdateError(f"{what} Build it with the server's LoraConfig.")
         shapes = self.shapes
         for pair in pairs_of(self.like):
             for name, axis in ((pair.a, 0), (pair.b, 1)):
-                wanted, own = (
-                    shapes[name],
-                    tuple(given[name].shape) if name in given else (),
-                )
-                if len(own) == len(wanted) and 0 < (rank := own[axis]) != (
+                wanted = shapes[name]
+                sent = tuple(tensors[name].shape) if name in tensors else ()
+                if len(sent) == len(wanted) and 0 < (rank := sent[axis]) != (
                     most := wanted[axis]
                 ):
                     needed = [] if self.smaller else ["AdapterOptions('exact')"]
@@ -210,7 +207,7 @@ class AdapterSchema(Schema):
                             f"{' and '.join(needed)}."
                         )
                     shapes[name] = (*wanted[:axis], rank, *wanted[axis + 1 :])
-        check_update(given, shapes)
+        check_update(tensors, shapes)
 
     def about(self, tensors: Tensors) -> dict[str, Any]:
         """Return the ranks and targets of an adapter."""
@@ -225,17 +222,11 @@ def _targets(tensors: Iterable[str]) -> list[str]:
     )
 
 
-class AdapterMean:
-    """An ``Aggregator`` of adapters; ``said`` and ``measured`` are the report of its
-    result.
-    """
-
-    needs: tuple[str, ...] = ()
-    notes: Mapping[str, str] = {}
+class AdapterMean(Aggregator):
+    """Averages adapters; ``sentence`` and ``measured`` report the last result."""
 
     def __init__(self, average: AdapterAverage) -> None:
         self._average = average
-        self.said, self.measured = "", dict[str, float]()
 
     def add(
         self, update: Tensors, weight: float, statistics: Statistics | None = None
@@ -248,12 +239,12 @@ class AdapterMean:
     def result(self) -> dict[str, Tensor]:
         """Return the average, and store its report."""
         tensors, report = self._average.result()
-        self.said = str(report)
+        self.sentence = str(report)
         errors = {
             ERROR: report.mean_error,
             ERROR_OF_FACTORS: report.mean_error_of_factors,
+            LOST: report.mean_lost or None,
         }
-        errors[LOST] = report.mean_lost or None
         self.measured = {
             name: error for name, error in errors.items() if error is not None
         }

@@ -118,7 +118,7 @@ _DISTILBERT_KEYS = {
 }
 
 #: Class prefix, configuration, settings of its own, and module names of every family.
-_FAMILIES: dict[str, tuple[str, Any, dict[str, Any], Names]] = {
+_FAMILIES = {
     "bert": ("Bert", BertConfig, {}, _bert_names("bert")),
     "roberta": ("Roberta", RobertaConfig, {}, _bert_names("roberta")),
     "xlm-r": ("XLMRoberta", XLMRobertaConfig, {}, _bert_names("roberta")),
@@ -138,7 +138,7 @@ _FAMILIES: dict[str, tuple[str, Any, dict[str, Any], Names]] = {
 }
 
 #: Class suffix and settings of every task head.
-_TASKS: dict[str, tuple[str, dict[str, Any]]] = {
+_TASKS = {
     "classifier": ("ForSequenceClassification", {}),
     "mlm": ("ForMaskedLM", {}),
     "mlm-untied": ("ForMaskedLM", {"tie_word_embeddings": False}),
@@ -177,7 +177,7 @@ def _cases(tasks: Mapping[str, str]) -> dict[str, Case]:
     return {case.name: case for case in found}
 
 
-CASES: dict[str, Case] = _cases(
+CASES = _cases(
     {
         "bert": "classifier mlm",
         "roberta": "classifier mlm",
@@ -188,7 +188,7 @@ CASES: dict[str, Case] = _cases(
 )
 
 #: Every family with every head that is described, for tests of what crosses layers.
-EVERY: dict[str, Case] = CASES | _cases(
+EVERY = CASES | _cases(
     {
         "bert": "pretraining qa tokens choice next causal mlm-untied",
         "roberta": "qa tokens choice mlm-untied",
@@ -200,7 +200,7 @@ EVERY: dict[str, Case] = CASES | _cases(
 )
 
 #: Encoders whose output is the residual stream itself.
-BARE: dict[str, Case] = _cases(
+BARE = _cases(
     dict.fromkeys(
         ("bert", "roberta", "xlm-r", "electra", "electra-wide", "distilbert"), "bare"
     )
@@ -300,7 +300,7 @@ def logits(
 def near(state: Mapping[str, Tensor], scale: float, seed: int = 1) -> State:
     """Return the state plus Gaussian noise of that relative size, tensor by tensor."""
     generator = torch.Generator().manual_seed(seed)
-    moved: State = {}
+    moved = {}
     for name, tensor in state.items():
         if tensor.is_floating_point():
             noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
@@ -330,7 +330,7 @@ def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
 
 def with_separate_tables(model: nn.Module) -> nn.Module:
     """Return the model itself, in which every parameter has storage of its own now."""
-    seen: set[int] = set()
+    seen = set()
     for module in model.modules():
         for name, parameter in module.named_parameters(
             recurse=False, remove_duplicate=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable
 
 
@@ -15,31 +16,27 @@ class Coverage:
 
     def __init__(self) -> None:
         self._weight = 0.0
-        self._given: dict[Hashable, float] = {}
-        self._lacking: dict[Hashable, float] = {}
+        self._sent: dict[Hashable, float] = defaultdict(float)
+        self._lacking: dict[Hashable, float] = defaultdict(float)
 
     def add(
-        self, given: Iterable[Hashable], lacking: Iterable[Hashable], weight: float
+        self, sent: Iterable[Hashable], lacking: Iterable[Hashable], weight: float
     ) -> None:
-        """Add a client's tensors with statistics, and tensors that it has not
-        trained.
-        """
+        """Add a client's tensors: with statistics, and those it has not trained."""
         self._weight += weight
-        for weights, names in ((self._given, given), (self._lacking, lacking)):
-            for name in names:
-                weights[name] = weights.get(name, 0.0) + weight
+        for name in sent:
+            self._sent[name] += weight
+        for name in lacking:
+            self._lacking[name] += weight
 
     def most(self, name: Hashable) -> bool:
-        """Return whether more than half of the weight that trained a tensor has
-        statistics of it.
-        """
-        return 2 * self._given.get(name, 0.0) > self._trained(name)
+        """Return whether most of the weight that trained a tensor has statistics."""
+        return 2 * self._sent[name] > self._trained(name)
 
     def note(self, what: str, name: Hashable) -> str:
-        """Return the note about a tensor of which some client sent no statistics; empty
-        if all did.
-        """
-        share = self._given.get(name, 0.0) / self._trained(name)
+        """Return the note about a tensor; empty if all clients sent its statistics."""
+        share = self._sent[name] / self._trained(name)
+        # Sums of weights have rounding errors.
         if share > 1 - 1e-9:
             return ""
         left_out = (
@@ -48,4 +45,4 @@ class Coverage:
         return f"clients with {share:.0%} of the weight sent {what}; {left_out}"
 
     def _trained(self, name: Hashable) -> float:
-        return self._weight - self._lacking.get(name, 0.0)
+        return self._weight - self._lacking[name]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from fedrot.aggregation.coverage import Coverage
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.registry import register_aggregation
+from fedrot.aggregation.registry import Aggregator, register_aggregation
 from fedrot.collect.statistics import (
     FISHER,
     TRAINED,
@@ -24,7 +22,7 @@ from fedrot.tensors import Tensors
 @register_aggregation(
     "fisher", "the mean, every entry weighted by its diagonal Fisher information"
 )
-class Fisher:
+class Fisher(Aggregator):
     """Mean weighted by diagonal Fisher information (Matena & Raffel 2021; Jin et al.
     2023, sec. 3.1).
 
@@ -44,7 +42,7 @@ class Fisher:
             averaged; without a floor, their weights would be rounding errors.
     """
 
-    needs: tuple[str, ...] = (FISHER,)
+    needs = (FISHER,)
 
     def __init__(self, floor: float = 1e-6) -> None:
         if not 0 <= floor < float("inf"):
@@ -56,9 +54,6 @@ class Fisher:
         self._totals: dict[str, Tensor] = {}
         self._size = 0.0
         self._coverage = Coverage()
-        #: The tensors that some client sent no Fisher of, after ``result``, with what
-        #: became of them.
-        self.notes: Mapping[str, str] = {}
 
     def add(
         self, update: Tensors, weight: float, statistics: Statistics | None = None
@@ -70,13 +65,11 @@ class Fisher:
                 error, nothing has been added.
         """
         self._mean.check(update, weight, statistics)
-        statistics, lacking = statistics or {}, untrained(statistics)
+        statistics = statistics or {}
+        lacking = untrained(statistics)
         masks = statistics.get(TRAINED, {})
-        fisher = {
-            n: value
-            for n, value in statistics.get(FISHER, {}).items()
-            if n not in lacking
-        }
+        sent = statistics.get(FISHER, {})
+        fisher = {name: value for name, value in sent.items() if name not in lacking}
         if not fisher:
             raise UpdateError(
                 "The update has no Fisher information, which this average needs; see "
@@ -86,23 +79,27 @@ class Fisher:
         self._coverage.add(fisher, lacking, weight)
         total = entries = 0.0
         for name, value in fisher.items():
-            theirs = update[name].detach().double()
-            reference = self._reference.setdefault(name, theirs)
-            rows = along_rows(masks.get(name, torch.tensor(True)), theirs)
-            trained = rows.to(theirs.dtype).expand_as(theirs)
-            share = value.detach().double().to(theirs.device) * trained
-            total, entries = total + float(share.sum()), entries + float(trained.sum())
-            self._products[name] = self._products.get(name, 0) + weight * share * (
-                theirs - reference
-            )
+            wide = update[name].detach().double()
+            reference = self._reference.setdefault(name, wide)
+            rows = along_rows(masks.get(name, torch.tensor(True)), wide)
+            trained = rows.to(wide.dtype).expand_as(wide)
+            share = value.detach().double().to(wide.device) * trained
+            total += float(share.sum())
+            entries += float(trained.sum())
+            # Sums relative to the first update lose fewer digits.
+            product = weight * share * (wide - reference)
+            self._products[name] = self._products.get(name, 0) + product
             self._totals[name] = self._totals.get(name, 0) + weight * share
         self._size += weight * total / max(entries, 1.0)
 
     def result(self) -> dict[str, Tensor]:
-        """Return the merged tensors so far; raises ``UpdateError`` if nothing was
-        added.
+        """Return the merged tensors so far, and store notes.
+
+        Raises:
+            UpdateError: nothing was added.
         """
-        merged, floor = self._mean.result(), self.floor * self._size
+        merged = self._mean.result()
+        floor = self.floor * self._size
         notes = {
             name: self._coverage.note("Fisher information", name)
             for name in self._reference
@@ -113,9 +110,8 @@ class Fisher:
                 continue
             total = self._totals[name] + floor
             known = total > 0
-            apart = self._products[name] + floor * (merged[name].double() - reference)
-            found = reference + apart / torch.where(known, total, 1.0)
-            merged[name] = torch.where(
-                known, found.to(merged[name].dtype), merged[name]
-            )
+            mean = merged[name]
+            apart = self._products[name] + floor * (mean.double() - reference)
+            weighted = reference + apart / torch.where(known, total, 1.0)
+            merged[name] = torch.where(known, weighted.to(mean.dtype), mean)
         return merged

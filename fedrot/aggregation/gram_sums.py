@@ -1,6 +1,4 @@
-"""Parts of regressions on Gram matrices: their sums over clients, and the inverse of a
-sum.
-"""
+"""Regressions on Gram matrices: their sums over clients, and the inverse of a sum."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from fedrot.aggregation.coverage import Coverage
 from fedrot.collect.statistics import INPUT_AXIS, Statistics
-from fedrot.errors import UpdateError
+from fedrot.tensors import compute_dtype
 
 #: A solution is a rounding error if it is this many times larger than what was sent.
 MOST_GROWTH = 1e3
@@ -23,23 +21,13 @@ Grams = Mapping[Layer, Tensor]
 
 
 def grams_of(statistics: Statistics, lacking: AbstractSet[str]) -> Grams:
-    """Return the Gram matrices in statistics, without those of the tensors
-    ``lacking``.
-    """
-    return {
-        (kind, name): gram
-        for kind in INPUT_AXIS
-        for name, gram in statistics.get(kind, {}).items()
-        if name not in lacking
-    }
-
-
-def unseen_note(inverse: Inverse) -> str:
-    """Return the note about a layer whose equations are singular."""
-    return (
-        f"{inverse.unseen} of {inverse.size} directions of its input are zero at every "
-        "client; in these directions the weights are the mean"
-    )
+    """Return the Gram matrices of statistics, but of the tensors ``lacking``."""
+    grams: dict[Layer, Tensor] = {}
+    for kind in INPUT_AXIS:
+        for name, gram in statistics.get(kind, {}).items():
+            if name not in lacking:
+                grams[kind, name] = gram
+    return grams
 
 
 #: The note about a layer without a solution.
@@ -47,8 +35,9 @@ UNBOUNDED = "its equations have no bounded solution; its weights are the mean"
 
 
 class GramSums:
-    """Sums of weighted Gram matrices in float64, one for all layers with the same
-    inputs.
+    """Sums of weighted Gram matrices in float64.
+
+    Layers with the same inputs share a sum.
 
     Off-diagonal entries are first multiplied by ``alpha``, then ``beta`` is added to
     the diagonal.
@@ -59,24 +48,17 @@ class GramSums:
     """
 
     def __init__(self, alpha: float, beta: float = 0.0) -> None:
-        self.alpha, self.beta = alpha, beta
+        self.alpha = alpha
+        self.beta = beta
         self.totals: dict[Layer, Tensor] = {}
         self.coverage = Coverage()
         #: The relative errors of the entries of the sums.
         self._rounding: dict[Layer, float] = {}
 
-    def check(self, grams: Grams) -> None:
-        """Raise ``UpdateError`` if there are no Gram matrices."""
-        if not grams:
-            raise UpdateError(
-                "The update has no Gram matrices, which RegMean needs; see "
-                "fedrot.collect_gram."
-            )
-
     def added(
         self, grams: Grams, weight: float, lacking: AbstractSet[str]
     ) -> Iterator[tuple[list[Layer], Tensor]]:
-        """Add Gram matrices that ``check`` has accepted; yield each as it is added.
+        """Add a client's Gram matrices; yield each as it is added.
 
         The matrices are added while the result is read. Each comes weighted and shrunk,
         ``[n, n]``, with all layers whose inputs it is of.
@@ -85,9 +67,8 @@ class GramSums:
             lacking: tensors that the client has not trained; they need no Gram
                 matrices.
         """
-        self.coverage.add(
-            grams, ((kind, name) for kind in INPUT_AXIS for name in lacking), weight
-        )
+        untrained = ((kind, name) for kind in INPUT_AXIS for name in lacking)
+        self.coverage.add(grams, untrained, weight)
         # Layers with the same inputs have the same matrix, and share its sum while this
         # is so.
         groups: dict[tuple[int, int], list[Layer]] = {}
@@ -97,45 +78,33 @@ class GramSums:
             gram = grams[layers[0]]
             wide = gram.double()
             eye = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
-            shrunk = (
-                self.alpha * wide
-                + (1 - self.alpha) * wide.diagonal().diag()
-                + self.beta * eye
-            )
-            shrunk = weight * shrunk
+            diagonal = (1 - self.alpha) * wide.diagonal().diag()
+            shrunk = weight * (self.alpha * wide + diagonal + self.beta * eye)
             before = self.totals.get(layers[0])
             total = shrunk if before is None else before + shrunk
             # Rounding errors of bfloat16 look like small inputs, and are treated as
             # inputs.
-            exact = torch.float64 if gram.dtype == torch.float64 else torch.float32
+            rounding = torch.finfo(compute_dtype(gram)).eps
             for layer in layers:
                 self.totals[layer] = total
-                self._rounding[layer] = max(
-                    self._rounding.get(layer, 0.0), torch.finfo(exact).eps
-                )
+                earlier = self._rounding.get(layer, 0.0)
+                self._rounding[layer] = max(earlier, rounding)
             yield layers, shrunk
 
     def inverses(self) -> dict[Layer, Inverse]:
-        """Return the inverses of the sums that most clients are in; layers that share a
-        sum share it.
-        """
-        known = {
-            layer: total
-            for layer, total in self.totals.items()
-            if self.coverage.most(layer)
-        }
-        ones = {id(total): layer for layer, total in known.items()}
-        found = {
-            key: Inverse(known[layer], self._rounding[layer])
-            for key, layer in ones.items()
-        }
-        return {layer: found[id(total)] for layer, total in known.items()}
+        """Return the inverses of the sums that most clients are in.
 
-    def note(self, layer: Layer) -> str:
-        """Return the note about a layer of which some client sent no Gram matrix; empty
-        if all did.
+        Layers that share a sum share its inverse.
         """
-        return self.coverage.note("a Gram matrix", layer)
+        by_sum: dict[int, Inverse] = {}
+        inverses: dict[Layer, Inverse] = {}
+        for layer, total in self.totals.items():
+            if not self.coverage.most(layer):
+                continue
+            if id(total) not in by_sum:
+                by_sum[id(total)] = Inverse(total, self._rounding[layer])
+            inverses[layer] = by_sum[id(total)]
+        return inverses
 
 
 class Inverse:
@@ -147,10 +116,8 @@ class Inverse:
 
     def __init__(self, matrix: Tensor, rounding: float) -> None:
         self.size = len(matrix)
-        # Rounding errors are proportional to the diagonal, so the diagonal is scaled to
-        # 1.
+        # Rounding errors are proportional to the diagonal, so it is scaled to 1.
         diagonal = matrix.diagonal()
-        self._roots = diagonal.clamp_min(0).sqrt()
         self._scale = torch.where(diagonal > 0, diagonal.clamp_min(0).rsqrt(), 1.0)
         even = matrix * self._scale.unsqueeze(-1) * self._scale
         # Entries of a scaled Gram matrix are at most 1; rounding errors beside a tiny
@@ -168,19 +135,19 @@ class Inverse:
         eye = torch.eye(self.size, dtype=even.dtype, device=even.device)
         inverted = torch.linalg.solve_triangular(self._factor, eye, upper=False)
         bound = inverted.square().sum().reciprocal()
-        #: The eigenvalues, zero for unseen directions; None if a Cholesky factor was
-        #: enough.
-        self._values: Tensor | None = None
-        if bool(failed) or not bool(bound > smallest):
+        #: Whether the factor is the triangular one of Cholesky; else it is a root of
+        #: the inverse.
+        self._triangular = not bool(failed) and bool(bound > smallest)
+        if not self._triangular:
             values, vectors = torch.linalg.eigh(even)
             kept = values > smallest
-            self.unseen += int((~kept).sum())
-            self._values = torch.where(kept, values, 0.0)
+            count = int((~kept).sum())
+            self.unseen += count
             self._factor = vectors * (torch.where(kept, values, 1.0).rsqrt() * kept)
             # An orthonormal basis of the directions that the matrix maps to zero.
             raw = vectors * ~kept * self._scale.unsqueeze(-1)
             u, _, _ = torch.linalg.svd(raw)
-            basis = u[:, : int((~kept).sum())]
+            basis = u[:, :count]
             null = null + basis @ basis.mT
         self._null = null if self.unseen else None
 
@@ -189,21 +156,12 @@ class Inverse:
         if self._null is not None:
             products = products - self.outside(products)
         scaled = products * self._scale
-        if self._values is not None:
-            scaled = scaled @ self._factor @ self._factor.mT
-        else:
+        if self._triangular:
             scaled = torch.cholesky_solve(scaled.mT, self._factor).mT
-        found = scaled * self._scale
-        return found if self._null is None else found - self.outside(found)
-
-    def rooted(self, matrix: Tensor) -> Tensor:
-        """Return ``[out, n]`` times a square root ``S`` of the matrix itself, ``S
-        S^T``.
-
-        The norm of the result is that of ``matrix`` in the metric of the matrix.
-        """
-        factor = self._factor if self._values is None else self._factor * self._values
-        return matrix * self._roots @ factor
+        else:
+            scaled = scaled @ self._factor @ self._factor.mT
+        solution = scaled * self._scale
+        return solution if self._null is None else solution - self.outside(solution)
 
     def outside(self, matrix: Tensor) -> Tensor:
         """Return the part of ``[out, n]`` in unseen directions."""

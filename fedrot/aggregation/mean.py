@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from fedrot.aggregation.registry import register_aggregation
+from fedrot.aggregation.registry import Aggregator, register_aggregation
 from fedrot.collect.statistics import TRAINED, Statistics, along_rows, check_statistics
 from fedrot.errors import UpdateError
 from fedrot.tensors import Tensors, check_update, check_weight, compute_dtype, rounded
 
 
 @register_aggregation("mean", "the weighted mean, as in FedAvg")
-class Mean:
+class Mean(Aggregator):
     """Running weighted mean (McMahan et al. 2017, FedAvg).
 
     The mean is held in float32, or float64 for float64 updates, and updated in place:
@@ -27,6 +27,8 @@ class Mean:
     labels it saw). A row is averaged over the clients that trained it, or over all
     clients if none did.
 
+    A subclass does not stream unless it sets ``streams = True`` itself.
+
     >>> mean = Mean()
     >>> mean.add({"w": torch.tensor([0.0, 4.0])}, weight=1)
     >>> mean.add({"w": torch.tensor([4.0, 4.0])}, weight=3)
@@ -34,8 +36,12 @@ class Mean:
     {'w': tensor([3., 4.])}
     """
 
-    needs: tuple[str, ...] = ()
-    notes: Mapping[str, str] = {}
+    streams = True
+
+    def __init_subclass__(cls) -> None:
+        # ``fold_parts`` and ``release`` would pass by an ``add`` or ``result`` of the
+        # subclass.
+        cls.streams = vars(cls).get("streams", False)
 
     def __init__(self) -> None:
         #: The sum of the weights of all updates that were added.
@@ -48,10 +54,9 @@ class Mean:
 
     @property
     def current(self) -> Tensors:
-        """The mean over all clients, empty before the first update. It is no copy: do
-        not write to it.
+        """The mean over all clients, empty before the first update.
 
-        Means of integers are not rounded.
+        It is no copy: do not write to it. Means of integers are not rounded.
         """
         return self._mean
 
@@ -61,12 +66,9 @@ class Mean:
         """Raise the errors of ``add``, without adding."""
         check_weight(weight)
         like = self._mean or update
-        check_update(
-            update, {name: tuple(tensor.shape) for name, tensor in like.items()}
-        )
-        check_statistics(
-            statistics or {}, {name: tuple(t.shape) for name, t in update.items()}
-        )
+        shapes = {name: tuple(tensor.shape) for name, tensor in like.items()}
+        check_update(update, shapes)
+        check_statistics(statistics or {}, shapes)
 
     def add(
         self, update: Tensors, weight: float, statistics: Statistics | None = None
@@ -110,15 +112,15 @@ class Mean:
         self, part: Tensors, weight: float, share: float, masks: Tensors
     ) -> None:
         for name, tensor in part.items():
-            value, mean = tensor.detach(), self._mean.get(name)
-            if mean is None:
-                self._dtypes[name] = tensor.dtype
-                held = (
-                    compute_dtype(value) if value.is_floating_point() else torch.float64
-                )
-                mean = self._mean[name] = value.to(held, copy=True)
+            value = tensor.detach()
+            floats = value.is_floating_point()
+            if name not in self._mean:
+                self._dtypes[name] = value.dtype
+                wide = compute_dtype(value) if floats else torch.float64
+                self._mean[name] = value.to(wide, copy=True)
+            mean = self._mean[name]
             value = value.to(mean.dtype)
-            if name in self._trained or (name in masks and tensor.is_floating_point()):
+            if name in self._trained or (name in masks and floats):
                 self._fold_rows(name, value, weight, masks.get(name))
             if share < 1:
                 mean.lerp_(value, share)
@@ -127,39 +129,45 @@ class Mean:
         self, name: str, value: Tensor, weight: float, mask: Tensor | None
     ) -> None:
         rows = along_rows(torch.tensor(True) if mask is None else mask, value)
-        theirs = weight * rows.to(value.dtype)
+        added = weight * rows.to(value.dtype)
         if name not in self._trained:
             # Earlier updates had no mask: their clients trained all rows.
-            before = torch.full_like(theirs, self.weight)
+            before = torch.full_like(added, self.weight)
             self._trained[name] = self._mean[name].clone(), before
         mean, weights = self._trained[name]
-        total = weights + theirs
-        share = torch.where(
-            total > 0, theirs / total.clamp_min(torch.finfo(total.dtype).tiny), 0.0
-        )
+        total = weights + added
+        # A row that nobody has trained yet has the total 0.
+        divisor = total.clamp_min(torch.finfo(total.dtype).tiny)
+        share = torch.where(total > 0, added / divisor, 0.0)
         self._trained[name] = mean + share * (value - mean), total
 
-    def result(
-        self, device: torch.device | str | None = None, last: bool = False
-    ) -> dict[str, Tensor]:
+    def result(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
         """Return the mean so far; more updates may be added afterwards.
 
         Args:
             device: of the result; None: the device of the updates.
-            last: return the held tensors, not copies; the mean is empty afterwards.
 
         Raises:
             UpdateError: nothing was added.
         """
+        return self._read(device, copy=True)
+
+    def release(self) -> dict[str, Tensor]:
+        """Return the held tensors on the CPU, not copies; the mean is empty then."""
+        if not self.streams:
+            return super().release()
+        tensors = self._read("cpu", copy=False)
+        self._mean = {}
+        return tensors
+
+    def _read(self, device: torch.device | str | None, copy: bool) -> dict[str, Tensor]:
         if not self._mean:
             raise UpdateError("Nothing was added; a mean needs at least one update.")
-        found = {}
+        tensors = {}
         for name, dtype in self._dtypes.items():
             merged = self._mean[name]
             if name in self._trained:
                 of_rows, weights = self._trained[name]
                 merged = torch.where(weights > 0, of_rows, merged)
-            found[name] = rounded(merged, dtype).to(device, dtype, copy=not last)
-        if last:
-            self._mean = {}
-        return found
+            tensors[name] = rounded(merged, dtype).to(device, dtype, copy=copy)
+        return tensors

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -16,26 +17,53 @@ from fedrot.errors import FedrotError
 from fedrot.tensors import Tensors
 
 
-class Aggregator(Protocol):
-    """Averages updates in common coordinates; ``needs`` names the kinds of statistics
-    it requires.
+class Aggregator(ABC):
+    """Averages updates in common coordinates; base class of a user's own.
+
+    Attributes:
+        needs: kinds of statistics that every update must have.
+        streams: whether an update may be added while its parts are computed, by
+            ``fold_parts``; ``current`` is then the mean so far.
+        notes: remarks about the last result, by tensor.
+        sentence, measured: a sentence and metrics about the last result.
     """
 
-    needs: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    streams: bool = False
+    notes: Mapping[str, str] = {}
+    sentence: str = ""
+    measured: Mapping[str, float] = {}
 
     @property
-    def notes(self) -> Mapping[str, str]:
-        """Remarks about the last result, by tensor; empty if there are none."""
+    def current(self) -> Tensors:
+        """The mean so far of an aggregator that streams; empty otherwise."""
+        return {}
 
+    @abstractmethod
     def add(
         self, update: Tensors, weight: float, statistics: Statistics | None = None
     ) -> None:
-        """Add one update; raises ``UpdateError``, after which nothing has been
-        added.
-        """
+        """Add one update; after an ``UpdateError`` nothing has been added."""
 
+    def fold_parts(
+        self,
+        parts: Iterable[Tensors],
+        weight: float,
+        statistics: Statistics | None = None,
+    ) -> None:
+        """Add one update that comes in parts; all are held unless it streams."""
+        whole: dict[str, Tensor] = {}
+        for part in parts:
+            whole.update(part)
+        self.add(whole, weight, statistics)
+
+    @abstractmethod
     def result(self) -> dict[str, Tensor]:
         """Return the merged tensors so far."""
+
+    def release(self) -> dict[str, Tensor]:
+        """Return the result for the last time; what is held may be freed."""
+        return self.result()
 
 
 Built = TypeVar("Built", bound=Aggregator)
@@ -59,7 +87,8 @@ class AggregationEntry:
     @property
     def path(self) -> str:
         """The name to import the class by, such as ``fedrot.aggregation.RegMean``."""
-        module, name = self.build.__module__, self.build.__name__
+        module = self.build.__module__
+        name = self.build.__name__
         package = module.rpartition(".")[0]
         exported = getattr(sys.modules.get(package), name, None) is self.build
         return f"{package if exported else module}.{name}"
@@ -72,9 +101,7 @@ class AggregationEntry:
 
     @property
     def follows_rotations(self) -> bool:
-        """Whether rotations of heads can be applied to the statistics that this
-        aggregation needs.
-        """
+        """Whether the statistics that are needed can be moved by rotations of heads."""
         return all(kind_named(kind).follows_rotations for kind in self.needs)
 
 
@@ -89,28 +116,35 @@ def _entries() -> Mapping[str, AggregationEntry]:
 def register_aggregation(
     name: str, meaning: str
 ) -> Callable[[type[Built]], type[Built]]:
-    """Return a class decorator that registers an aggregation; see
-    ``AggregationEntry``.
+    """Return a class decorator that registers an aggregation, an ``Aggregator``.
+
+    Raises:
+        FedrotError: the decorated class is no subclass of ``Aggregator``.
     """
 
     def register(build: type[Built]) -> type[Built]:
+        cls: object = build
+        if not (isinstance(cls, type) and issubclass(cls, Aggregator)):
+            raise FedrotError(
+                f"{cls!r} cannot be registered as the aggregation '{name}'; subclass "
+                "fedrot.aggregation.Aggregator."
+            )
         _ENTRIES[name] = AggregationEntry(name, build, build.needs, meaning)
         return build
 
     return register
 
 
-def aggregations(given: Collection[str] | None = None) -> tuple[AggregationEntry, ...]:
-    """Return the registered aggregations that need no other inputs than ``given``; all
-    if None.
-    """
-    return tuple(
-        e for e in _entries().values() if given is None or set(e.inputs) <= set(given)
-    )
+def aggregations(inputs: Collection[str] | None = None) -> tuple[AggregationEntry, ...]:
+    """Return the aggregations that need no other inputs than these; all if None."""
+    entries = tuple(_entries().values())
+    if inputs is None:
+        return entries
+    return tuple(entry for entry in entries if set(entry.inputs) <= set(inputs))
 
 
 def aggregation_named(
-    name: str, **given: Callable[[], object]
+    name: str, **arguments: Callable[[], object]
 ) -> Callable[[], Aggregator]:
     """Return a function that builds a new aggregator.
 
@@ -119,8 +153,8 @@ def aggregation_named(
 
     Args:
         name: of a registered aggregation.
-        **given: functions that return the constructor's arguments, by name; other names
-            are ignored.
+        **arguments: functions that return the constructor's arguments, by name; other
+            names are ignored.
 
     Raises:
         FedrotError: the name is unknown, or an argument without a default is not given.
@@ -131,11 +165,11 @@ def aggregation_named(
             f"Unknown aggregation '{name}'; choose from {', '.join(entries)}."
         )
     entry = entries[name]
-    missing = [argument for argument in entry.inputs if argument not in given]
+    missing = [argument for argument in entry.inputs if argument not in arguments]
     if missing:
         raise FedrotError(
             f"Aggregation '{name}' needs the argument '{missing[0]}': write "
             f"aggregation=lambda: {entry.path}({', '.join(entry.inputs)})."
         )
-    used = given.keys() & inspect.signature(entry.build).parameters.keys()
-    return lambda: entry.build(**{argument: given[argument]() for argument in used})
+    used = arguments.keys() & inspect.signature(entry.build).parameters.keys()
+    return lambda: entry.build(**{name: arguments[name]() for name in used})

@@ -1,10 +1,7 @@
-"""``RegMean``: every linear layer is merged by least squares on the inputs of all
-clients.
-"""
+"""``RegMean``: linear layers are merged by least squares on all clients' inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,19 +13,18 @@ from fedrot.aggregation.gram_sums import (
     GramSums,
     Layer,
     grams_of,
-    unseen_note,
 )
 from fedrot.aggregation.mean import Mean
-from fedrot.aggregation.registry import register_aggregation
-from fedrot.collect.statistics import GRAMS, INPUT_AXIS, TRAINED, Statistics, untrained
-from fedrot.errors import FedrotError
+from fedrot.aggregation.registry import Aggregator, register_aggregation
+from fedrot.collect.statistics import INPUT_AXIS, TRAINED, Statistics, untrained
+from fedrot.errors import FedrotError, UpdateError
 from fedrot.tensors import LARGEST_NORM, Tensors
 
 
 @register_aggregation(
     "regmean", "least squares on the clients' inputs for linear layers, else the mean"
 )
-class RegMean:
+class RegMean(Aggregator):
     """Regression mean (Jin et al. 2023, Eq. 2 and Algorithm 1).
 
     ``W = (sum_i w_i W_i G_i) (sum_i w_i G_i)^-1`` for every weight ``W`` ``[out, in]``
@@ -54,7 +50,7 @@ class RegMean:
         beta: not negative; 0 is the paper's choice.
     """
 
-    needs: tuple[str, ...] = (GRAMS[1],)
+    needs = ("gram",)
 
     def __init__(self, alpha: float = 0.9, beta: float = 0.0) -> None:
         if not 0 <= alpha <= 1 or not 0 <= beta < float("inf"):
@@ -62,11 +58,9 @@ class RegMean:
                 f"alpha is {alpha}, beta {beta}; alpha must be 0 to 1, beta not "
                 "negative."
             )
-        self.alpha, self.beta = alpha, beta
+        self.alpha = alpha
+        self.beta = beta
         self._grams = GramSums(alpha, beta)
-        #: The layers that the last ``result`` did not solve, or not in all directions,
-        #: with the reason.
-        self.notes: Mapping[str, str] = {}
         self._mean = Mean()
         self._layers: dict[Layer, _Sums] = {}
         #: The rows that every client has trained, for tensors that some client trained
@@ -83,9 +77,14 @@ class RegMean:
                 nothing has been added.
         """
         self._mean.check(update, weight, statistics)
-        statistics, lacking = statistics or {}, untrained(statistics)
+        statistics = statistics or {}
+        lacking = untrained(statistics)
         grams = grams_of(statistics, lacking)
-        self._grams.check(grams)
+        if not grams:
+            raise UpdateError(
+                "The update has no Gram matrices, which RegMean needs; see "
+                "fedrot.collect_gram."
+            )
         self._mean.fold(update, weight, statistics)
         for name, mask in statistics.get(TRAINED, {}).items():
             if name not in lacking and not bool(mask.all()):
@@ -97,48 +96,45 @@ class RegMean:
                 sums = self._layers.setdefault(layer, _Sums(sent))
                 apart = sent - sums.reference
                 sums.product = sums.product + apart @ shrunk
-                sums.farthest = max(
-                    sums.farthest, float(torch.linalg.vector_norm(apart))
-                )
+                distance = float(torch.linalg.vector_norm(apart))
+                sums.farthest = max(sums.farthest, distance)
 
     def result(self) -> dict[str, Tensor]:
-        """Return the merged tensors so far; raises ``UpdateError`` if nothing was
-        added.
+        """Return the merged tensors so far, and store notes.
+
+        Raises:
+            UpdateError: nothing was added.
         """
-        merged, notes = self._mean.result(), dict[str, str]()
+        merged = self._mean.result()
+        notes: dict[str, str] = {}
         inverses = self._grams.inverses()
         for layer, sums in self._layers.items():
             kind, name = layer
-            if note := self._grams.note(layer):
+            note = self._grams.coverage.note("a Gram matrix", layer)
+            if note:
                 notes[name] = note
             inverse = inverses.get(layer)
             if inverse is None:
                 continue
-            found = sums.reference + inverse.solved(sums.product)
+            mean = merged[name]
+            solution = sums.reference + inverse.solved(sums.product)
             if inverse.unseen:
-                mean = _oriented(kind, merged[name])
-                found = found + inverse.outside(mean - sums.reference)
-                notes[name] = unseen_note(inverse)
-            weight = (found if INPUT_AXIS[kind] == 1 else found.mT).to(
-                merged[name].dtype
-            )
-            grown = (
-                torch.linalg.vector_norm(found - sums.reference)
-                > MOST_GROWTH * sums.farthest
-            )
-            if (
-                grown
-                or not torch.linalg.vector_norm(weight, dtype=torch.float64)
-                <= LARGEST_NORM
-            ):
+                apart = _oriented(kind, mean) - sums.reference
+                solution = solution + inverse.outside(apart)
+                notes[name] = (
+                    f"{inverse.unseen} of {inverse.size} directions of its input are "
+                    "zero at every client; in these directions the weights are the mean"
+                )
+            weight = _oriented(kind, solution).to(mean.dtype)
+            distance = torch.linalg.vector_norm(solution - sums.reference)
+            norm = torch.linalg.vector_norm(weight, dtype=torch.float64)
+            if distance > MOST_GROWTH * sums.farthest or not norm <= LARGEST_NORM:
                 notes[name] = UNBOUNDED
                 continue
-            solved = (
-                self._trained.get(name, torch.tensor(True))
-                .reshape(-1, 1)
-                .to(weight.device)
-            )
-            merged[name] = torch.where(solved, weight, merged[name]).contiguous()
+            # Other rows keep the mean over the clients that trained them.
+            regressed = self._trained.get(name, torch.tensor(True)).reshape(-1, 1)
+            rows = regressed.to(weight.device)
+            merged[name] = torch.where(rows, weight, mean).contiguous()
         self.notes = notes
         return merged
 
@@ -161,6 +157,6 @@ class _Sums:
 
 
 def _oriented(kind: str, weight: Tensor) -> Tensor:
-    """Return a weight as float64 ``[out, in]``."""
+    """Return a weight as float64 ``[out, in]``, or such a matrix as a weight."""
     matrix = weight.detach().double()
     return matrix if INPUT_AXIS[kind] == 1 else matrix.mT

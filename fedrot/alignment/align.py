@@ -1,6 +1,4 @@
-"""``align``, which moves an update into an anchor's coordinates, and ``Alignment``, its
-result.
-"""
+"""``align`` finds the moves into an anchor's coordinates; ``Alignment`` holds them."""
 
 from __future__ import annotations
 
@@ -53,11 +51,10 @@ class Alignment:
         return {row.group: row.group in names for row in self.report.groups}
 
     def apply(self, tensors: Tensors) -> dict[str, Tensor]:
-        """Return a new dictionary with the moves applied; canonical if
-        ``options.canonical`` was set.
+        """Return a new dictionary with the moves applied.
 
-        The input is not changed. Tensors outside every group are returned as the same
-        objects.
+        It is canonical if ``options.canonical`` was set. The input is not changed.
+        Tensors outside every group are returned as the same objects.
 
         Raises:
             UpdateError: a tensor is missing, extra or misshapen; or the stream is
@@ -65,6 +62,10 @@ class Alignment:
                 ``inverse``).
         """
         check_update(tensors, self.symmetry.shapes)
+        return self.move(tensors)
+
+    def move(self, tensors: Tensors) -> dict[str, Tensor]:
+        """Return the same as ``apply``, for checked tensors."""
         if self.canonical:
             tensors = canonical(tensors, self.symmetry)
         elif self.symmetry.rotates:
@@ -94,12 +95,11 @@ class Alignment:
                 the alignment is ``canonical``: the canonical form has other inputs and
                 gradients than the model that the statistics are of.
         """
-        changed = self.canonical and (
-            self.symmetry.redundant_biases or self.symmetry.folds
-        )
-        if changed and (fixed := sorted({*statistics} - {TRAINED})):
+        changes = self.symmetry.redundant_biases or self.symmetry.folds
+        fixed = statistics.keys() - {TRAINED}
+        if self.canonical and changes and fixed:
             raise FedrotError(
-                f"The statistics '{fixed[0]}' cannot be brought to canonical form. "
+                f"The statistics '{min(fixed)}' cannot be brought to canonical form. "
                 "Apply fedrot.canonical to the model before the statistics are "
                 "computed and before it is aligned, or align with canonical=False."
             )
@@ -113,25 +113,25 @@ def alignment_of(
     symmetry: Symmetry,
     seconds: float = 0.0,
 ) -> Alignment:
-    """Return an alignment of given moves, one per group; ``seconds`` is for its
-    report.
+    """Return an alignment of these moves, one per group.
+
+    ``seconds`` is for its report.
     """
-    found = tuple(moves)
-    groups = tuple(move.group for move in found)
-    current = Problem(Anchor(anchor), update, symmetry, AlignmentOptions())
-    before, rows = current.total(groups), []
-    for move in found:
-        row = GroupReport.unmoved(
-            move.group, float(squared_distance(current.pairs(move.group)))
-        )
-        current = current.moved([move])
-        after = float(squared_distance(current.pairs(move.group)))
-        rows.append(replace(row, after=after).moved_by(move.group, move.element))
-    report = AlignmentReport(tuple(rows), before, current.total(groups), seconds)
-    return Alignment(symmetry, found, report)
+    applied = tuple(moves)
+    groups = [move.group for move in applied]
+    problem = Problem(Anchor(anchor), update, symmetry, AlignmentOptions())
+    before = problem.total(groups)
+    rows = []
+    for group, move in zip(groups, applied, strict=True):
+        distance = float(squared_distance(problem.pairs(group)))
+        row = GroupReport.unmoved(group, distance).moved_by(group, move.element)
+        problem = problem.moved([move])
+        after = float(squared_distance(problem.pairs(group)))
+        rows.append(replace(row, after=after))
+    report = AlignmentReport(tuple(rows), before, problem.total(groups), seconds)
+    return Alignment(symmetry, applied, report)
 
 
-@full_float32()
 def align(
     update: Tensors,
     anchor: Tensors | Anchor,
@@ -165,12 +165,29 @@ def align(
             this model, or no solver is registered for a group's action.
         FedrotError: ``options`` is not an ``AlignmentOptions``.
     """
-    start = time.perf_counter()
     check_symmetry(symmetry)
-    options = checked_options(options).for_model(symmetry)
+    options = checked_options(options)
     anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
-    check_update(update, symmetry.shapes)
-    check_update(anchor.tensors, symmetry.shapes)
+    for tensors in (update, anchor.tensors):
+        check_update(tensors, symmetry.shapes)
+    return align_checked(update, anchor, symmetry, options, activations)
+
+
+@full_float32()
+def align_checked(
+    update: Tensors,
+    anchor: Anchor,
+    symmetry: Symmetry,
+    options: AlignmentOptions,
+    activations: Activations | None = None,
+) -> Alignment:
+    """Align as ``align``, an update and an Anchor that were checked for the symmetry.
+
+    Raises:
+        UpdateError, SymmetryError: see ``align``, but for names and shapes.
+    """
+    start = time.perf_counter()
+    options = options.for_model(symmetry)
     if options.rotates:
         symmetry = symmetry.rotated
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
@@ -188,27 +205,29 @@ def align(
     problem = Problem(side, update, symmetry, options, activations)
     try:
         with torch.no_grad():
-            found = solve(problem, groups)
+            solution = solve(problem, groups)
     except (FedrotError, torch.cuda.OutOfMemoryError):
         raise
     except (ArithmeticError, ValueError, RuntimeError) as error:
         raise UpdateError(
             f"The update cannot be matched to its anchor: {error}."
         ) from error
-    report = replace(found.report, seconds=time.perf_counter() - start)
-    alignment = Alignment(symmetry, found.moves, report, bool(options.canonical))
-    anchor.note(alignment.moved, found.certified)
+    report = replace(solution.report, seconds=time.perf_counter() - start)
+    alignment = Alignment(symmetry, solution.moves, report, bool(options.canonical))
+    # The next anchor of the round is derived from how this update was aligned.
+    anchor.note(alignment.moved, solution.certified)
     return alignment
 
 
 def _check_tensors(update: Tensors, anchor: Tensors, groups: Iterable[Group]) -> None:
     for name in sorted({slot.tensor for group in groups for slot in group.slots}):
-        u, a = update[name], anchor[name]
-        for t in (u, a):
-            if not isinstance(t, Tensor):
+        u = update[name]
+        a = anchor[name]
+        for tensor in (u, a):
+            if not isinstance(tensor, Tensor):
                 raise UpdateError(
-                    f"'{name}' is a {type(t).__name__}, not a torch tensor; convert it "
-                    "with torch.as_tensor."
+                    f"'{name}' is a {type(tensor).__name__}, not a torch tensor; "
+                    "convert it with torch.as_tensor."
                 )
         if not (u.is_floating_point() and a.is_floating_point()):
             raise UpdateError(
@@ -228,8 +247,7 @@ def random_equivalent(
     seed: int = 0,
     parts: tuple[str, ...] = DEFAULT_PARTS,
 ) -> dict[str, Tensor]:
-    """Return an equivalent model: the tensors moved by a random element of the given
-    parts.
+    """Return an equivalent model: tensors moved by a random element of some parts.
 
     The input is not changed. The same seed gives the same element on every device.
 

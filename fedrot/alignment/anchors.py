@@ -1,5 +1,6 @@
-"""Anchors: the model that each update of a round is aligned to, by name in ``ANCHORS``.
+"""Anchors: the model that each update of a round is aligned to.
 
+``ANCHORS`` holds the rules by name; a rule chooses the anchor of the next update.
 (``matching.problem.Anchor`` holds such a model's tensors for the solvers.)
 
 ``global`` aligns to the broadcast model. ``running`` aligns clients to each other,
@@ -13,20 +14,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from fedrot.aggregation import Mean
-from fedrot.alignment.align import Alignment, align
+from fedrot.alignment.align import Alignment, align_checked
 from fedrot.collect.activations import Activations
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.groups import Symmetry, check_symmetry
-from fedrot.tensors import Tensors, compute_dtype, full_float32
+from fedrot.tensors import Tensors, check_update, compute_dtype, full_float32
 
-#: Finds the alignment of an update to an anchor.
+#: Finds the alignment of a checked update to an anchor.
 Finder = Callable[[Tensors, Anchor], Alignment]
 
 #: Returns the activations of an anchor and an update on the same inputs, see
@@ -47,28 +49,45 @@ Weighted = tuple[Tensors, float]
 
 @dataclass(frozen=True)
 class AlignedUpdate:
-    """An update in the round's coordinates, its weight, and the alignment that moved it
-    there.
-    """
+    """An update in the round's coordinates, its weight, and its alignment."""
 
     tensors: Tensors
     weight: float
     alignment: Alignment
 
 
-class GlobalAnchor:
-    """The broadcast model; base class of the other anchors.
+class AnchorRule:
+    """Chooses the anchor of each update of a round; base class of a user's own.
 
     A round calls ``align`` for each update in turn, and ``accept`` with the aligned
-    update if the update is merged.
+    update if the update is merged. A rule overrides ``accept``, and sets ``current``.
 
     Attributes:
+        follows_mean: the rule reads ``mean``. The round shares the mean to which it
+            adds each update before ``accept`` and ``include``; without one, the
+            methods of this class add the updates.
+        by_layers: ``accept`` and ``include`` read the weight and ``mean`` alone: the
+            round may align updates layer by layer on a GPU, and ``aligned`` is then
+            empty.
         current: the anchor of the next update.
+        mean: the weighted mean of the round's updates so far.
+
+    Args:
+        broadcast: the model that the clients received, checked.
+        find: returns the alignment of an update to an anchor, see ``finder``.
+        mean: the shared mean.
     """
 
-    def __init__(self, broadcast: Anchor, find: Finder) -> None:
+    follows_mean: bool = False
+    by_layers: bool = False
+
+    def __init__(
+        self, broadcast: Anchor, find: Finder, mean: Mean | None = None
+    ) -> None:
         self.broadcast = self.current = broadcast
         self.find = find
+        self.mean = Mean() if mean is None else mean
+        self._adds = self.follows_mean and mean is None
 
     def align(self, update: Tensors) -> Alignment:
         """Return the alignment of one update.
@@ -89,46 +108,43 @@ class GlobalAnchor:
             return alignment
 
     def accept(self, aligned: Tensors, weight: float) -> None:
-        """Follow an update that ``align`` has aligned and that is part of the round's
-        mean.
-        """
+        """Follow an update of the round's mean that ``align`` has aligned."""
+        self.include(aligned, weight)
 
     def include(self, aligned: Tensors, weight: float) -> None:
         """Follow an update of the round's mean that was aligned at its client."""
+        if self._adds:
+            self.mean.add(aligned, weight)
 
 
-class RunningAnchor(GlobalAnchor):
-    """The weighted mean of the updates accepted so far.
+class GlobalAnchor(AnchorRule):
+    """The broadcast model, for every update."""
 
-    Args:
-        mean: a mean to which the caller adds each update before ``accept``; if None,
-            the anchor adds them to a mean of its own.
-    """
+    by_layers = True
 
-    def __init__(
-        self, broadcast: Anchor, find: Finder, mean: Mean | None = None
-    ) -> None:
-        super().__init__(broadcast, find)
-        self._shared, self._weight = mean is not None, 0.0
-        self.mean = Mean() if mean is None else mean
+
+class RunningAnchor(AnchorRule):
+    """The weighted mean of the updates accepted so far."""
+
+    follows_mean = True
+    by_layers = True
+    _weight = 0.0
 
     def accept(self, aligned: Tensors, weight: float) -> None:
         """Move the anchor towards the update."""
         before = self._weight
-        self.include(aligned, weight)
-        self.current = self.current.towards_last(
-            self.mean.current, 1 - before / self._weight
-        )
+        super().accept(aligned, weight)
+        share = 1 - before / self._weight
+        self.current = self.current.towards_last(self.mean.current, share)
 
     def include(self, aligned: Tensors, weight: float) -> None:
         """Add the update to the mean; the anchor follows at the next ``accept``."""
-        if not self._shared:
-            self.mean.add(aligned, weight)
+        super().include(aligned, weight)
         self._weight += weight
 
 
-#: The anchors by name. Plug-ins add theirs.
-ANCHORS: dict[str, type[GlobalAnchor]] = {
+#: The rules by name. Plug-ins add theirs.
+ANCHORS: dict[str, type[AnchorRule]] = {
     "global": GlobalAnchor,
     "running": RunningAnchor,
 }
@@ -142,34 +158,34 @@ def check_anchor(name: str) -> None:
 
 @full_float32()
 def base_cosine(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> float:
-    """Return the cosine of two models' embeddings: near 0 if the models have different
-    bases.
+    """Return the cosine of two models' embeddings: near 0 for different bases.
 
     Training changes the embeddings of rare tokens little, so that models from one start
     have similar embeddings. Embeddings of models from different starts, or with another
     order of the residual stream, are uncorrelated. Large embeddings are compared in
     evenly spaced rows. The result is 1 if the model has no such embeddings.
     """
-    inside = {
-        s.tensor for g in symmetry.groups if g.part != "residual" for s in g.slots
-    }
-    stream = {
-        s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots
-    }
-    names = [name for name in stream - inside if len(symmetry.shapes[name]) > 1]
+    # Embeddings are the tensors of the stream that no head or neuron acts on.
+    stream: set[str] = set()
+    inside: set[str] = set()
+    for group in symmetry.groups:
+        names = stream if group.part == "residual" else inside
+        names.update(slot.tensor for slot in group.slots)
     products = []
-    for name in names:
-        step = math.ceil(math.prod(symmetry.shapes[name]) / _COMPARED)
-        u, a = (t[name].detach()[::step] for t in (update, anchor))
+    for name in stream - inside:
+        shape = symmetry.shapes[name]
+        if len(shape) < 2:
+            continue
+        every = math.ceil(math.prod(shape) / _COMPARED)
+        u, a = (t[name].detach()[::every] for t in (update, anchor))
         wide = torch.promote_types(compute_dtype(u), compute_dtype(a))
         u, a = (t.to(wide).flatten() for t in (u, a))
-        products.append(
-            torch.stack([torch.dot(u, a), torch.dot(u, u), torch.dot(a, a)]).double()
-        )
-    across, ours, theirs = (
-        torch.stack(products).sum(0).tolist() if products else (0.0, 0.0, 0.0)
-    )
-    size = math.sqrt(ours * theirs)
+        dots = [torch.dot(u, a), torch.dot(u, u), torch.dot(a, a)]
+        products.append(torch.stack(dots).double())
+    if not products:
+        return 1.0
+    across, of_update, of_anchor = torch.stack(products).sum(0).tolist()
+    size = math.sqrt(of_update * of_anchor)
     return across / size if size > 0 else 1.0
 
 
@@ -201,34 +217,30 @@ def finder(
     other_basis: AlignmentOptions | None = None,
     evidence: Evidence | None = None,
 ) -> Finder:
-    """Return the function that aligns one update to one anchor; arguments as in
-    ``align_round``.
+    """Return the function that aligns one checked update to one anchor.
+
+    Arguments are those of ``align_round``; the broadcast model was checked before.
     """
-
     options, other_basis = decided(options, other_basis, symmetry)
-
-    def far(a: Tensors, b: Tensors) -> bool:
-        return in_other_basis(a, b, symmetry)
+    far = partial(in_other_basis, symmetry=symmetry)
 
     def find(update: Tensors, to: Anchor) -> Alignment:
         chosen = options
         # Clients that trained far from one start may be further from each other than
         # from this start.
-        if other_basis is not None and far(update, to.tensors):
-            chosen = (
-                other_basis
-                if far(update, broadcast) or far(to.tensors, broadcast)
-                else options
-            )
-        asked = evidence if "residual" in chosen.parts else None
+        if (
+            other_basis is not None
+            and far(update, to.tensors)
+            and (far(update, broadcast) or far(to.tensors, broadcast))
+        ):
+            chosen = other_basis
         activations = None
-        if asked is not None and chosen.canonical:
-            activations = asked(
-                canonical(to.tensors, symmetry), canonical(update, symmetry)
-            )
-        elif asked is not None:
-            activations = asked(to.tensors, update)
-        return align(update, to, symmetry, chosen, activations)
+        if evidence is not None and "residual" in chosen.parts:
+            models: list[Tensors] = [to.tensors, update]
+            if chosen.canonical:
+                models = [canonical(tensors, symmetry) for tensors in models]
+            activations = evidence(*models)
+        return align_checked(update, to, symmetry, chosen, activations)
 
     return find
 
@@ -264,15 +276,17 @@ def align_round(
     check_symmetry(symmetry)
     chosen = checked_options(options)
     check_anchor(chosen.anchor)
+    check_update(broadcast, symmetry.shapes)
     find = finder(broadcast, symmetry, chosen, other_basis, evidence)
     rule = ANCHORS[chosen.anchor](Anchor(broadcast), find)
 
-    def aligned(given: Weighted) -> AlignedUpdate:
-        update, weight = given
+    def aligned(weighted: Weighted) -> AlignedUpdate:
+        update, weight = weighted
+        check_update(update, symmetry.shapes)
         alignment = rule.align(update)
-        result = AlignedUpdate(alignment.apply(update), weight, alignment)
-        rule.accept(result.tensors, weight)
-        return result
+        tensors = alignment.move(update)
+        rule.accept(tensors, weight)
+        return AlignedUpdate(tensors, weight, alignment)
 
     # Not a generator: its variables would hold the last update until the next one has
     # arrived.

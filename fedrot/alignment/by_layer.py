@@ -1,6 +1,6 @@
-"""Alignment of an update on a GPU piece by piece, with copies from the host in the
-background.
+"""Alignment of an update on a GPU, piece by piece.
 
+The pieces are copied from the host in the background.
 Groups that share no tensor are independent of each other. A model is split into pieces
 of such groups, and the GPU aligns one piece while the next one is copied. It holds two
 pieces at a time, each one layer or a stack of small layers.
@@ -9,7 +9,8 @@ pieces at a time, each one layer or a stack of small layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedrot.aggregation import Statistics
-from fedrot.alignment.align import Alignment, align
+from fedrot.alignment.align import Alignment, align_checked
 from fedrot.collect.statistics import TRAINED
 from fedrot.errors import UpdateError
 from fedrot.matching.problem import Anchor
@@ -38,9 +39,7 @@ _ALIGNED = 256
 
 @dataclass(frozen=True)
 class AlignedPart:
-    """The moved tensors of one piece of an update, on the device, and their
-    alignment.
-    """
+    """The moved tensors of one piece, on the device, and their alignment."""
 
     tensors: dict[str, Tensor]
     alignment: Alignment
@@ -58,49 +57,58 @@ def parts_of(
     at most as large as the largest piece or one tensor.
     """
     options = (options or AlignmentOptions()).for_model(symmetry)
-    symmetry = symmetry.rotated if options.rotates else symmetry
+    if options.rotates:
+        symmetry = symmetry.rotated
     groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     if not options.canonical:
         symmetry = replace(symmetry, redundant_biases=(), folds=(), centred=())
-    layers: dict[object, set[str]] = {}
+    layers: dict[object, set[str]] = defaultdict(set)
     for group in groups:
         key = group.layer if group.layer >= 0 else group.name
-        layers.setdefault(key, set()).update(slot.tensor for slot in group.slots)
-    bound = [r.tensors for r in symmetry.redundant_biases] + [
-        fold.tensors for fold in symmetry.folds
-    ]
+        layers[key].update(slot.tensor for slot in group.slots)
     joined: list[set[str]] = []
-    for names in (*layers.values(), *bound):
+    for names in (*layers.values(), *_changed_together(symmetry)):
         touching = [other for other in joined if other & names]
-        joined = [other for other in joined if not other & names] + [
-            names.union(*touching)
-        ]
+        joined = [other for other in joined if not other & names]
+        joined.append(names.union(*touching))
     moved = set[str]().union(*joined)
     sizes = {name: math.prod(shape) for name, shape in symmetry.shapes.items()}
-    layerwise, joined, room = joined, [], 0
-    for names in layerwise:
-        size = sum(sizes[name] for name in names)
-        if size > room:
-            joined.append(set())
-            room = max(STACKED, size)
-        joined[-1] |= names
-        room -= size
-    most, room = max((sum(sizes[n] for n in names) for names in joined), default=0), 0
-    for name in (name for name in symmetry.shapes if name not in moved):
-        if sizes[name] > room:
-            joined.append(set())
-            room = max(most, sizes[name])
-        joined[-1].add(name)
-        room -= sizes[name]
+    stacks = _stacked(joined, sizes, STACKED)
+    largest = max((_size(stack, sizes) for stack in stacks), default=0)
+    still = [{name} for name in symmetry.shapes if name not in moved]
+    stacks += _stacked(still, sizes, largest)
     order = {name: place for place, name in enumerate(symmetry.shapes)}
-    return tuple(
-        symmetry.restricted(
-            names, tuple(g for g in groups if g.slots[0].tensor in names)
-        )
-        for names in sorted(
-            joined, key=lambda names: min(map(order.__getitem__, names))
-        )
-    )
+    parts = []
+    for names in sorted(stacks, key=lambda stack: min(order[name] for name in stack)):
+        inside = tuple(group for group in groups if group.slots[0].tensor in names)
+        parts.append(symmetry.restricted(names, inside))
+    return tuple(parts)
+
+
+def _changed_together(symmetry: Symmetry) -> list[set[str]]:
+    """Return the sets of tensors that the canonical form changes together."""
+    biases = [redundant.tensors for redundant in symmetry.redundant_biases]
+    return biases + [fold.tensors for fold in symmetry.folds]
+
+
+def _size(names: Iterable[str], sizes: Mapping[str, int]) -> int:
+    return sum(sizes[name] for name in names)
+
+
+def _stacked(
+    pieces: Iterable[set[str]], sizes: Mapping[str, int], most: int
+) -> list[set[str]]:
+    """Join pieces in order, up to ``most`` entries; a larger piece stays alone."""
+    stacks: list[set[str]] = []
+    room = 0
+    for names in pieces:
+        size = _size(names, sizes)
+        if size > room or not stacks:
+            stacks.append(set())
+            room = max(most, size)
+        stacks[-1] |= names
+        room -= size
+    return stacks
 
 
 def align_by_layer(
@@ -121,25 +129,31 @@ def align_by_layer(
         UpdateError: before the first piece, if names or shapes differ, or the canonical
             form overflows.
     """
-    options = (options or AlignmentOptions()).for_model(symmetry)
     anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
     for tensors in (update, anchor.tensors):
         check_update(tensors, symmetry.shapes)
+    return _aligned_parts(update, anchor, symmetry, options, device)
+
+
+def _aligned_parts(
+    update: Tensors,
+    anchor: Anchor,
+    symmetry: Symmetry,
+    options: AlignmentOptions | None,
+    device: torch.device | str,
+) -> Iterator[AlignedPart]:
+    options = (options or AlignmentOptions()).for_model(symmetry)
     if options.canonical:
-        check_finite(
-            canonical(update, symmetry.rotated if options.rotates else symmetry)
-        )
+        basis = symmetry.rotated if options.rotates else symmetry
+        check_finite(canonical(update, basis))
     parts = parts_of(symmetry, options)
-    # Pieces without groups stay as they are and need no anchor.
-    wanted = [
-        [(update, name) for name in part.shapes]
-        + [
-            (anchor.tensors, name)
-            for name in part.shapes
-            if part.groups or part.redundant_biases
-        ]
-        for part in parts
-    ]
+    wanted = []
+    for part in parts:
+        tensors = [(update, name) for name in part.shapes]
+        # Pieces without groups stay as they are and need no anchor.
+        if part.groups or part.redundant_biases:
+            tensors += [(anchor.tensors, name) for name in part.shapes]
+        wanted.append(tensors)
     copies = copied(wanted, torch.device(device))
     for part in parts:
         # No variable here holds a piece: its memory would stay in use until the next
@@ -153,8 +167,8 @@ def _aligned_part(
     anchor: Anchor,
     options: AlignmentOptions,
 ) -> AlignedPart:
-    ours, alignment = _matched_part(part, copies, anchor, options)
-    return AlignedPart(alignment.apply(ours), alignment)
+    tensors, alignment = _matched_part(part, copies, anchor, options)
+    return AlignedPart(alignment.move(tensors), alignment)
 
 
 def _matched_part(
@@ -163,36 +177,32 @@ def _matched_part(
     anchor: Anchor,
     options: AlignmentOptions,
 ) -> tuple[dict[str, Tensor], Alignment]:
-    """Return the update's tensors and their alignment; releases the anchor's
-    tensors.
-    """
-    found = next(copies)
-    ours = dict(zip(part.shapes, found, strict=False))
-    theirs = dict(zip(part.shapes, found[len(ours) :] or found, strict=True))
+    """Return the update's tensors and alignment; the anchor's are released."""
+    both = next(copies)
+    tensors = dict(zip(part.shapes, both, strict=False))
+    # A piece that needs no anchor comes without one; it is then its own.
+    of_anchor = both[len(tensors) :] or both
+    to = replace(anchor, tensors=dict(zip(part.shapes, of_anchor, strict=True)))
     try:
-        return ours, align(ours, replace(anchor, tensors=theirs), part, options)
+        return tensors, align_checked(tensors, to, part, options)
     except UpdateError:
         # Other pieces may already be in a mean. Without a move this piece computes the
         # same function.
-        return ours, Alignment(
-            part, (), AlignmentReport((), 0.0, 0.0, 0.0), bool(options.canonical)
-        )
+        report = AlignmentReport((), 0.0, 0.0, 0.0)
+        return tensors, Alignment(part, (), report, bool(options.canonical))
 
 
 def merged_report(
     parts: Iterable[AlignmentReport], symmetry: Symmetry
 ) -> AlignmentReport:
-    """Return the report of a whole model from those of its pieces, groups in the
-    model's order.
-    """
-    given = list(parts)
-    rows = {row.group: row for report in given for row in report.groups}
-    return AlignmentReport(
-        tuple(rows[group.name] for group in symmetry.groups if group.name in rows),
-        sum(report.before for report in given),
-        sum(report.after for report in given),
-        sum(report.seconds for report in given),
-    )
+    """Return a model's report from those of its pieces, in the order of the groups."""
+    reports = list(parts)
+    rows = {row.group: row for report in reports for row in report.groups}
+    groups = tuple(rows[group.name] for group in symmetry.groups if group.name in rows)
+    before = sum(report.before for report in reports)
+    after = sum(report.after for report in reports)
+    seconds = sum(report.seconds for report in reports)
+    return AlignmentReport(groups, before, after, seconds)
 
 
 def moved_by_layer(
@@ -205,10 +215,11 @@ def moved_by_layer(
 ) -> tuple[Iterable[Tensors], Statistics, Callable[[], AlignmentReport]]:
     """Return an update in pieces, which are aligned on a device when they are read.
 
-    ``Mean.fold_parts`` adds the pieces. Call ``check_finite`` before, because pieces
-    cannot be removed from a mean. ``anchor`` may be the mean's own tensors. An update
-    with statistics of tensors that change is aligned at once, as one piece: only the
-    whole alignment shows whether the statistics can be moved with the weights.
+    ``Mean.fold_parts`` adds the pieces. Update and anchor were checked before, also by
+    ``check_finite``, because pieces cannot be removed from a mean. ``anchor`` may be
+    the mean's own tensors. An update with statistics of tensors that change is aligned
+    at once, as one piece: only the whole alignment shows whether the statistics can be
+    moved with the weights.
 
     Returns:
         The pieces, which can be read once; the statistics of the aligned update; and a
@@ -218,29 +229,27 @@ def moved_by_layer(
         UpdateError: see ``align``; it may be raised when the first piece is read.
         FedrotError: see ``Alignment.transport``.
     """
-    options, statistics = options or AlignmentOptions(), statistics or {}
+    options = options or AlignmentOptions()
+    statistics = statistics or {}
+    anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
     chosen = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
     moving = {slot.tensor for group in chosen for slot in group.slots}
-    changed = set(moving)
+    changed = moving
     if options.for_model(symmetry).canonical:
-        changed = changed.union(*(fold.tensors for fold in symmetry.folds))
-        changed = changed.union(
-            *(redundant.tensors for redundant in symmetry.redundant_biases)
-        )
+        changed = moving.union(*_changed_together(symmetry))
+    # Masks of trained rows follow moves; the canonical form does not change them.
     if any(
         (moving if kind == TRAINED else changed) & by_name.keys()
         for kind, by_name in statistics.items()
     ):
-        held = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
-        ours, theirs = (
-            {n: t.to(device) for n, t in m.items()} for m in (update, held.tensors)
+        whole, to = (
+            {name: tensor.to(device) for name, tensor in tensors.items()}
+            for tensors in (update, anchor.tensors)
         )
-        alignment = align(ours, replace(held, tensors=theirs), symmetry, options)
-        return (
-            [alignment.apply(ours)],
-            alignment.transport(statistics),
-            lambda: alignment.report,
-        )
+        at_device = replace(anchor, tensors=to)
+        alignment = align_checked(whole, at_device, symmetry, options)
+        statistics = alignment.transport(statistics)
+        return [alignment.move(whole)], statistics, lambda: alignment.report
     reports: list[AlignmentReport] = []
 
     def reported(part: AlignedPart) -> Tensors:
@@ -248,7 +257,7 @@ def moved_by_layer(
         return part.tensors
 
     # ``map`` holds no piece, a generator would.
-    parts = map(reported, align_by_layer(update, anchor, symmetry, options, device))
+    parts = map(reported, _aligned_parts(update, anchor, symmetry, options, device))
     return parts, statistics, lambda: merged_report(reports, symmetry)
 
 
@@ -258,8 +267,9 @@ _Wanted = Sequence[tuple[Tensors, str]]
 
 
 def copied(parts: Sequence[_Wanted], device: torch.device) -> Iterator[list[Tensor]]:
-    """Yield each piece's tensors on the device; for a GPU the next two are copied in
-    the background.
+    """Yield each piece's tensors on the device.
+
+    For a GPU, the next two pieces are copied in the background.
     """
     if device.type != "cuda":
         for part in parts:
@@ -267,21 +277,23 @@ def copied(parts: Sequence[_Wanted], device: torch.device) -> Iterator[list[Tens
         return
     with ThreadPoolExecutor(1) as pool:
         pipeline = _Pipeline(device, pool)
-        steps: list[_Wanted] = [*parts, (), ()]
-        for part in steps[:2]:
+        # Two empty pieces push the last two out.
+        queue: list[_Wanted] = [*parts, (), ()]
+        for part in queue[:2]:
             pipeline.advance(part)
-        for part in steps[2:]:
+        for part in queue[2:]:
             yield pipeline.advance(part)
 
 
 @dataclass(frozen=True, eq=False)
 class _Gathered:
-    """A piece that is copied to pinned memory: its tensors and their byte offsets
-    there.
+    """A piece that is copied to pinned memory: its tensors, and their byte offsets.
+
+    Tensors that are on the device already have no offset.
     """
 
     tensors: list[Tensor]
-    places: list[int]
+    places: list[int | None]
     size: int
     turn: int
     done: Future[None]
@@ -297,7 +309,8 @@ class _Pipeline:
     """
 
     def __init__(self, device: torch.device, pool: ThreadPoolExecutor) -> None:
-        self._device, self._pool = device, pool
+        self._device = device
+        self._pool = pool
         self._stream = torch.cuda.Stream(device)
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
         self._free = [torch.cuda.Event(), torch.cuda.Event()]
@@ -306,68 +319,65 @@ class _Pipeline:
         self._sent: tuple[_Gathered, Tensor] | None = None
 
     def advance(self, part: _Wanted) -> list[Tensor]:
-        """Gather a piece, send the last one, and return the one before the last; empty
-        at first.
+        """Gather a piece, send the last one, and return the one before the last.
+
+        The first two calls return nothing.
         """
-        now, gathered = self._sent, self._gathered
-        self._sent = (gathered, self._send(gathered)) if gathered is not None else None
+        arrived = self._sent
+        gathered = self._gathered
+        self._sent = None if gathered is None else (gathered, self._send(gathered))
         tensors = [held[name].detach() for held, name in part]
         self._gathered = self._gather(tensors) if tensors else None
-        return self._received(*now) if now is not None else []
+        return [] if arrived is None else self._received(*arrived)
 
     def _gather(self, tensors: list[Tensor]) -> _Gathered:
         """Begin to gather tensors; tensors on the device are not copied."""
-        turn, self._turn = self._turn, 1 - self._turn
-        places, size = [], 0
+        turn = self._turn
+        self._turn = 1 - turn
+        places: list[int | None] = []
+        size = 0
         for tensor in tensors:
+            if tensor.device.type == self._device.type:
+                places.append(None)
+                continue
             places.append(size)
-            if tensor.device.type != self._device.type:
-                size += (
-                    -(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED
-                )
+            size += math.ceil(tensor.nbytes / _ALIGNED) * _ALIGNED
         if len(self._buffers[turn]) < size:
             self._buffers[turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        buffer = self._buffers[turn]
         held = [
-            (tensor, _within(self._buffers[turn], place, tensor))
+            (tensor, _within(buffer, place, tensor))
             for tensor, place in zip(tensors, places, strict=True)
-            if tensor.device.type != self._device.type
+            if place is not None
         ]
         done = self._pool.submit(_fill, self._free[turn], held)
         return _Gathered(tensors, places, size, turn, done)
 
     def _send(self, gathered: _Gathered) -> Tensor:
-        """Begin to copy the gathered tensors, and return the packet that receives
-        them.
-        """
+        """Begin to copy the gathered tensors, and return the packet they arrive in."""
         gathered.done.result()
+        pinned = self._buffers[gathered.turn][: gathered.size]
         with torch.cuda.stream(self._stream):
-            packet = self._buffers[gathered.turn][: gathered.size].to(
-                self._device, non_blocking=True
-            )
+            packet = pinned.to(self._device, non_blocking=True)
             self._free[gathered.turn].record(self._stream)
         return packet
 
     def _received(self, gathered: _Gathered, packet: Tensor) -> list[Tensor]:
-        """Return the tensors on the device; computations with them wait for the
-        copy.
-        """
+        """Return the tensors on the device; computations wait for the copy."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._free[gathered.turn])
         # The allocator reuses the packet's memory only after the computations on this
         # stream.
         packet.record_stream(stream)
         return [
-            tensor.to(self._device)
-            if tensor.device.type == self._device.type
-            else _within(packet, place, tensor)
+            tensor.to(self._device) if place is None else _within(packet, place, tensor)
             for tensor, place in zip(gathered.tensors, gathered.places, strict=True)
         ]
 
 
 def _within(packet: Tensor, place: int, like: Tensor) -> Tensor:
     """Return a view of a packet's bytes with the dtype and shape of ``like``."""
-    stop = place + like.numel() * like.element_size()
-    return packet[place:stop].view(like.dtype).view(like.shape)
+    return packet[place : place + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _fill(free: torch.cuda.Event, held: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -1,14 +1,13 @@
-"""``diagnose``: whether clients are in different coordinates, and which average to
-take.
-"""
+"""``diagnose``: whether clients are in different coordinates, and what to average."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fedrot.alignment.align import Alignment, align
+from fedrot.alignment.align import Alignment, align_checked
 from fedrot.alignment.anchors import SAME_BASIS, RunningAnchor, base_cosine, finder
 from fedrot.distances import TIMES_CHANCE, Shares, shares_by, total
 from fedrot.errors import FedrotError
@@ -19,9 +18,13 @@ from fedrot.report import AlignmentReport
 from fedrot.symmetry.groups import NO_LAYER, WHOLE_MODEL, Symmetry, check_symmetry
 from fedrot.tensors import Tensors, check_update
 
-#: What to do with updates: average them as they are, align them first, or match the
-#: whole models.
-PLAIN, ALIGNED, WHOLE = "plain", "aligned", "whole"
+# What to do with updates.
+#: Average them as they are.
+PLAIN = "plain"
+#: Align them first.
+ALIGNED = "aligned"
+#: Match the whole models.
+WHOLE = "whole"
 
 #: Alignment is advised if the rotations of all heads together remove more than
 #: ``TIMES_CHANCE`` times chance, or if at least this share of the groups does, each
@@ -36,10 +39,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Evidence(Shares):
-    """The distances that the best elements of one part and layer remove, over all
-    groups and updates.
+    """The distances that the best elements of one part and layer remove.
 
-    ``layer`` is None for groups of the whole model, and for a sum over layers.
+    They are sums over all groups and updates. ``layer`` is None for groups of the whole
+    model, and for a sum over layers.
     """
 
     part: str = TOGETHER
@@ -48,8 +51,7 @@ class Evidence(Shares):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What updates gain from alignment; ``print(diagnosis)`` shows the advice in one
-    sentence.
+    """What updates gain from alignment; ``print(diagnosis)`` shows the advice.
 
     Attributes:
         cosines: of each update's embeddings with the base's, see
@@ -75,11 +77,8 @@ class Diagnosis:
         """The average to take: ``plain``, ``aligned`` or ``whole``."""
         if self.whole:
             return WHOLE
-        return (
-            ALIGNED
-            if beyond_chance(self.clients) or beyond_chance(self.base)
-            else PLAIN
-        )
+        aligned = beyond_chance(self.clients) or beyond_chance(self.base)
+        return ALIGNED if aligned else PLAIN
 
     @property
     def sentence(self) -> str:
@@ -95,27 +94,26 @@ class Diagnosis:
         )
 
     def _numbers(self) -> dict[str, str]:
-        both = [lines for lines in (self.clients, self.base) if lines]
-        shown = next(filter(beyond_chance, both), both[0] if both else ())
-        turned, groups = summed(shown, ROTATED), summed(shown)
+        # The evidence that decides; if none does, that of the clients.
+        both = (self.clients, self.base)
+        shown = next(filter(beyond_chance, both), self.clients or self.base)
+        rotated = summed(shown, ROTATED)
+        groups = summed(shown)
         whole = summed(self.whole, TOGETHER)
-        by_weights, rotation = (
-            whole.chance is None or whole.exceeds(1),
-            _shares(turned, " of the heads"),
-        )
-        return {
-            "rotation": f"rotation {rotation}"
-            if turned.groups
-            else "nothing was rotated",
+        numbers = {
+            "rotation": "nothing was rotated",
             "beyond": f"{groups.beyond} of {groups.groups} groups exceed "
             f"{TIMES_CHANCE:g} times chance",
-            "matching": f"matching removes {_shares(whole)}"
-            if whole.groups
-            else "chance is not known",
-            "data": ""
-            if by_weights
-            else " The weights give no evidence; match on data.",
+            "matching": "chance is not known",
+            "data": "",
         }
+        if rotated.groups:
+            numbers["rotation"] = f"rotation {_shares(rotated, ' of the heads')}"
+        if whole.groups:
+            numbers["matching"] = f"matching removes {_shares(whole)}"
+        if whole.chance is not None and not whole.exceeds(1):
+            numbers["data"] = " The weights give no evidence; match on data."
+        return numbers
 
     def to_dict(self) -> dict[str, Any]:
         """Return the diagnosis as plain data."""
@@ -137,14 +135,11 @@ _ADVICE = {
 
 
 def beyond_chance(lines: Sequence[Evidence]) -> bool:
-    """Return whether all rotations together, or ``GROUPS_BEYOND`` of the groups, exceed
-    chance.
-    """
-    turned, groups = summed(lines, ROTATED), summed(lines)
-    return (
-        turned.exceeds(TIMES_CHANCE)
-        or 0 < groups.beyond >= GROUPS_BEYOND * groups.groups
-    )
+    """Return whether all rotations together, or enough groups, exceed chance."""
+    if summed(lines, ROTATED).exceeds(TIMES_CHANCE):
+        return True
+    groups = summed(lines)
+    return 0 < groups.beyond >= GROUPS_BEYOND * groups.groups
 
 
 def diagnose(
@@ -179,56 +174,60 @@ def diagnose(
         )
     for tensors in (base, *updates):
         check_update(tensors, symmetry.shapes)
-    cosines = tuple(base_cosine(update, base, symmetry) for update in updates)
     options = AlignmentOptions()
-    anchor, alone = Anchor(base), list[Row]()
-    for update, cosine in zip(updates, cosines, strict=True):
-        if cosine >= SAME_BASIS:
-            alone += align(update, anchor, symmetry, options).report.rows()
-    clients, whole = _to_each_other(base, updates, cosines, symmetry, options)
-    return Diagnosis(cosines, evidence(clients), evidence(alone), evidence(whole))
+    anchor = Anchor(base)
+    cosines: list[float] = []
+    far: list[Tensors] = []
+    to_base: list[Row] = []
+    for update in updates:
+        cosine = base_cosine(update, base, symmetry)
+        cosines.append(cosine)
+        if cosine < SAME_BASIS:
+            far.append(update)
+            continue
+        to_base += align_checked(update, anchor, symmetry, options).report.rows()
+    # If most updates come from another basis than the base, the mean of the updates
+    # starts with the first of these, not with the base.
+    centre = far[0] if 2 * len(far) > len(updates) > 1 else base
+    near, whole = _to_each_other(base, centre, updates, symmetry, options)
+    return Diagnosis(tuple(cosines), evidence(near), evidence(to_base), evidence(whole))
 
 
 def _to_each_other(
     base: Tensors,
+    centre: Tensors,
     updates: Sequence[Tensors],
-    cosines: Sequence[float],
     symmetry: Symmetry,
     options: AlignmentOptions,
 ) -> tuple[list[Row], list[Row]]:
-    """Align updates to their running mean; return rows of updates in its basis and in
-    other bases.
+    """Align updates to their running mean, which starts at ``centre``.
 
-    If most updates come from another basis than the base, the mean starts with the
-    first of these updates, not with the base. Alignments to the base itself are left
-    out, unless whole models.
+    Returns:
+        Rows of updates in the mean's basis, without those to the base itself; and rows
+        of updates in other bases.
     """
-    far = [
-        update
-        for update, cosine in zip(updates, cosines, strict=True)
-        if cosine < SAME_BASIS
-    ]
-    centre = far[0] if 2 * len(far) > len(updates) > 1 else base
     matched = AlignmentOptions(WHOLE_MODEL).movable(symmetry)
-    near, whole = list[Row](), list[Row]()
-
     match = finder(centre, symmetry, options, matched)
+    near: list[Row] = []
+    whole: list[Row] = []
 
     def find(update: Tensors, to: Anchor) -> Alignment:
         alignment = match(update, to)
-        if _coupled(alignment.report.rows()):
+        rows = alignment.report.rows()
+        if _coupled(rows):
             null = null_model(to.tensors, update, symmetry.select(matched.parts))
-            drawn = align(null, to.tensors, symmetry, matched).report
+            # A fresh anchor: ``to`` stores how the last client was aligned.
+            drawn = align_checked(null, Anchor(to.tensors), symmetry, matched).report
             whole.extend(_whole_rows(alignment.report, drawn))
         elif to.tensors is not base and to.tensors is not update:
-            near.extend(alignment.report.rows())
+            near.extend(rows)
         return alignment
 
     running = RunningAnchor(Anchor(centre), find)
-    for update in [centre] * (centre is not base) + [
-        u for u in updates if u is not centre
-    ]:
-        running.accept(running.align(update).apply(update), 1.0)
+    first = [] if centre is base else [centre]
+    others = [update for update in updates if update is not centre]
+    for update in (*first, *others):
+        running.accept(running.align(update).move(update), 1.0)
     return near, whole
 
 
@@ -238,21 +237,19 @@ def _coupled(rows: Iterable[Row]) -> bool:
 
 
 def _whole_rows(report: AlignmentReport, null: AlignmentReport) -> list[Row]:
-    """Return the rows of a whole model; chance is what matching removes from the null
-    model.
-    """
-    all_parts = {"part": TOGETHER, "layer": NO_LAYER, "moved": 1}
-    given, drawn = (
-        [*r.rows(), {**all_parts, "before": r.before, "after": r.after}]
-        for r in (report, null)
-    )
-    return [
-        _whole_row(row, _removed(other))
-        for row, other in zip(given, drawn, strict=True)
-    ]
+    """Return a whole model's rows; chance is what the null model's match removes."""
+    pairs = zip(_with_total(report), _with_total(null), strict=True)
+    return [_whole_row(row, _removed(drawn)) for row, drawn in pairs]
 
 
-def _whole_row(row: Row, chance: float | None = None) -> dict[str, Any]:
+def _with_total(report: AlignmentReport) -> list[Row]:
+    """Return the rows of a report, and a row about all parts together."""
+    together = {"part": TOGETHER, "layer": NO_LAYER, "moved": 1}
+    distances = {"before": report.before, "after": report.after}
+    return [*report.rows(), {**together, **distances}]
+
+
+def _whole_row(row: Row, chance: float | None = None) -> Row:
     # For whole models, ``found`` of a row leaves out the first guess of the residual
     # stream.
     return {**row, "found": _removed(row), "chance": chance}
@@ -269,17 +266,16 @@ def diagnosis_of(rows: Iterable[Row]) -> Diagnosis:
         rows: of ``GroupReport`` for each group, with ``client``, ``round`` and, if
             there are several, ``seed``.
     """
-    near, whole = list[Row](), list[Row]()
-    by_update: dict[tuple[Any, ...], list[Row]] = {}
+    near: list[Row] = []
+    whole: list[Row] = []
+    by_update: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        by_update.setdefault((row.get("seed"), row["round"], row["client"]), []).append(
-            row
-        )
-    for own in by_update.values():
-        if _coupled(own):
-            whole += map(_whole_row, own)
+        by_update[row.get("seed"), row["round"], row["client"]].append(row)
+    for of_update in by_update.values():
+        if _coupled(of_update):
+            whole += map(_whole_row, of_update)
         else:
-            near += own
+            near += of_update
     return Diagnosis((), evidence(near), (), evidence(whole))
 
 
@@ -289,10 +285,9 @@ def evidence(rows: Iterable[Row]) -> tuple[Evidence, ...]:
     def key(row: Row) -> tuple[str, int | None]:
         return row["part"], None if row["layer"] == NO_LAYER else row["layer"]
 
-    found = shares_by(rows, key).items()
     return tuple(
         Evidence(**vars(shares), part=part, layer=layer)
-        for (part, layer), shares in found
+        for (part, layer), shares in shares_by(rows, key).items()
     )
 
 
@@ -309,5 +304,6 @@ def _shares(line: Evidence, whose: str = "") -> str:
 
 
 def _ranged(values: Sequence[float]) -> str:
-    low, high = f"{min(values, default=0):.2f}", f"{max(values, default=0):.2f}"
+    low = f"{min(values):.2f}"
+    high = f"{max(values):.2f}"
     return low if low == high else f"{low} to {high}"

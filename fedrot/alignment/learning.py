@@ -8,7 +8,7 @@ steps of the model.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedrot.alignment.align import Alignment, align, alignment_of
 from fedrot.errors import FedrotError
 from fedrot.matching.descent import compact
-from fedrot.symmetry.actions import Action, HeadRotation
+from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Group, Move, Slot, Symmetry
 from fedrot.symmetry.rotary_actions import RotaryPhases
 from fedrot.tensors import Tensors
@@ -35,6 +35,56 @@ POINTS = (0.2, 0.8)
 
 
 @dataclass(frozen=True)
+class Learnable:
+    """A group, and the parameter that determines its element.
+
+    Elements are rotations of heads or of the stream, or phases. ``lr`` is Adam's
+    learning rate.
+    """
+
+    group: Group
+    parameter: Tensor
+    lr: float = LR
+
+    @classmethod
+    def of(cls, group: Group, lr: float = LR) -> Learnable | None:
+        """Return a group at the identity; None if its elements have no gradient."""
+        action = group.action
+        if isinstance(action, RotaryPhases):
+            shape: tuple[int, ...] = (action.heads, action.dim // 2)
+        elif isinstance(action, HeadRotation):
+            shape = (action.heads, action.dim, action.dim)
+        else:
+            return None
+        return cls(group, torch.zeros(shape, requires_grad=True), lr)
+
+    def element(self, parameter: Tensor) -> Tensor:
+        """Return the element of a parameter, differentiably."""
+        action = self.group.action
+        return (
+            action.exponential(parameter)
+            if isinstance(action, HeadRotation)
+            else parameter
+        )
+
+    def act(self, element: Tensor, units: Tensor, slot: Slot) -> Tensor:
+        """Return a slot's units, moved by an element."""
+        action = self.group.action
+        return action.act(element, units, slot.axis, slot.contravariant)
+
+    def multiplied(self, tensor: Tensor, slot: Slot, element: Tensor) -> Tensor:
+        """Return the tensor with one slot moved by an element, differentiably."""
+        out = tensor.clone()
+        moved = self.act(element, slot.of(tensor), slot)
+        slot.slice.write(out, slot.axis, moved)
+        return out
+
+    def move(self) -> Move:
+        """Return the move that was learned, in float64."""
+        return Move(self.group, self.element(self.parameter.detach().double()))
+
+
+@dataclass(frozen=True)
 class LearningOptions:
     """Settings of ``learn_alignment``.
 
@@ -48,22 +98,28 @@ class LearningOptions:
     parts: tuple[str, ...] = ("residual", "attention")
     steps: int = 8
 
+    # Constants here, fields of the subclass with which ``reproductions`` compares them.
+    known_parts = LEARNED_PARTS
+    points = POINTS
+
     def __post_init__(self) -> None:
         for part in self.parts:
-            if part not in LEARNED_PARTS:
-                known = ", ".join(LEARNED_PARTS)
+            if part not in self.known_parts:
+                known = ", ".join(self.known_parts)
                 raise FedrotError(
                     f"Part '{part}' cannot be learned; choose from {known}."
                 )
         if self.steps < 0:
             raise FedrotError(f"steps is {self.steps}; it must not be negative.")
 
+    def learnable(self, group: Group) -> Learnable | None:
+        """Return a group with its parameter, None if its element stays."""
+        return Learnable.of(group)
+
 
 @dataclass(frozen=True)
 class Learned:
-    """A learned alignment, the loss before each step, at its point, and the wall time
-    in seconds.
-    """
+    """A learned alignment, the loss before each step, and the wall time in seconds."""
 
     alignment: Alignment
     losses: tuple[float, ...]
@@ -71,8 +127,7 @@ class Learned:
 
 
 def loss_of(model: nn.Module) -> Loss:
-    """Return the loss of a ``transformers`` model as a function of its parameters and a
-    batch.
+    """Return a ``transformers`` model's loss as a function of parameters and batch.
 
     Batches are keyword arguments of its forward, labels included. The model is not
     changed; put it into evaluation mode for a loss without dropout.
@@ -120,69 +175,51 @@ def learn_alignment(
     moved = {name: tensor.detach() for name, tensor in start.apply(update).items()}
     fixed = {name: tensor.detach() for name, tensor in anchor.items()}
     chosen = symmetry.select(options.parts) if options.steps else ()
-    learned = [
-        (group, initial(group.action))
-        for group in chosen
-        if is_continuous(group.action)
-    ]
-
-    low, high = POINTS
-    drawn = torch.Generator().manual_seed(0)
-
-    def value(batch: Tensors) -> Tensor:
-        point = low + (high - low) * float(torch.rand((), generator=drawn))
-        found = dict(moved)
-        for group, parameter in learned:
-            element = turned(group.action, parameter)
-            for slot in group.slots:
-                found[slot.tensor] = multiplied(
-                    found[slot.tensor], slot, group, element
-                )
-        return loss(between(fixed, found, point), batch)
-
-    losses: tuple[float, ...] = ()
-    if learned:
-        optimizer = torch.optim.Adam([parameter for _, parameter in learned], lr=LR)
-        losses = descend(value, batches, optimizer, options.steps)
+    learned = [each for each in map(options.learnable, chosen) if each is not None]
+    losses = _descend(loss, batches, fixed, moved, learned, options) if learned else ()
     with torch.no_grad():
-        elements = [
-            Move(group, turned(group.action, p.detach().double()))
-            for group, p in learned
-        ]
+        elements = [each.move() for each in learned]
     seconds = time.perf_counter() - begin
     moves = compact([*start.moves, *elements])
-    return Learned(
-        alignment_of(moves, update, anchor, symmetry, seconds), losses, seconds
-    )
+    alignment = alignment_of(moves, update, anchor, symmetry, seconds)
+    return Learned(alignment, losses, seconds)
 
 
-def descend(
-    value: Callable[[Tensors], Tensor],
+def _descend(
+    loss: Loss,
     batches: Iterable[Tensors],
-    optimizer: torch.optim.Optimizer,
-    steps: int,
+    fixed: Tensors,
+    moved: Tensors,
+    learned: Sequence[Learnable],
+    options: LearningOptions,
 ) -> tuple[float, ...]:
-    """Minimise a value of batches; return the value before every step. Learning rates
-    decay to 0.
-
-    Raises:
-        FedrotError: there are no batches, or the value is not finite.
-    """
-    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(steps, 1))
+    """Minimise the loss over the parameters; return it before every step."""
+    rates = [{"params": [each.parameter], "lr": each.lr} for each in learned]
+    optimizer = torch.optim.Adam(rates)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, options.steps)
+    low, high = options.points
+    drawn = torch.Generator().manual_seed(0)
     losses: list[float] = []
-    for batch in islice(cycle(batches), steps):
-        found = value(batch)
-        losses.append(float(found.detach()))
-        if not torch.isfinite(found):
+    for batch in islice(cycle(batches), options.steps):
+        point = low + (high - low) * float(torch.rand((), generator=drawn))
+        tensors = dict(moved)
+        for each in learned:
+            element = each.element(each.parameter)
+            for slot in each.group.slots:
+                tensor = tensors[slot.tensor]
+                tensors[slot.tensor] = each.multiplied(tensor, slot, element)
+        current = loss(between(fixed, tensors, point), batch)
+        losses.append(float(current.detach()))
+        if not torch.isfinite(current):
             raise FedrotError(
                 f"The loss is {losses[-1]} at step {len(losses)}. Check the models and "
                 "the batches, or lower the learning rate if you chose it."
             )
         optimizer.zero_grad(set_to_none=True)
-        found.backward()
+        current.backward()
         optimizer.step()
         decay.step()
-    if steps and not losses:
+    if not losses:
         raise FedrotError("No batches were given; pass at least one labelled batch.")
     return tuple(losses)
 
@@ -195,39 +232,3 @@ def between(fixed: Tensors, moved: Tensors, point: float) -> dict[str, Tensor]:
         else tensor
         for name, tensor in moved.items()
     }
-
-
-def is_continuous(action: Action) -> bool:
-    """Whether elements of an action can be learned by gradients: rotations and
-    phases.
-    """
-    return isinstance(action, HeadRotation | RotaryPhases)
-
-
-def initial(action: Action) -> Tensor:
-    """Return the parameter of the identity."""
-    assert isinstance(action, HeadRotation | RotaryPhases)
-    own = (
-        (action.dim // 2,)
-        if isinstance(action, RotaryPhases)
-        else (action.dim, action.dim)
-    )
-    return torch.zeros(action.heads, *own, requires_grad=True)
-
-
-def turned(action: Action, parameter: Tensor) -> Tensor:
-    """Return the element of a parameter, differentiably."""
-    if isinstance(action, RotaryPhases):
-        return parameter
-    assert isinstance(action, HeadRotation)
-    return action.exponential(parameter)
-
-
-def multiplied(tensor: Tensor, slot: Slot, group: Group, element: Tensor) -> Tensor:
-    """Return the tensor with one slot moved by an element, differentiably."""
-    out = tensor.clone()
-    units = slot.of(tensor)
-    slot.slice.write(
-        out, slot.axis, group.action.act(element, units, slot.axis, slot.contravariant)
-    )
-    return out

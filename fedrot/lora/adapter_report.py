@@ -11,8 +11,7 @@ SHOWN = 0.001
 
 @dataclass(frozen=True)
 class AdapterReport:
-    """The errors of an average of adapters; ``print(report)`` shows them in one
-    sentence.
+    """The errors of an average of adapters; ``print(report)`` shows them.
 
     Attributes:
         updates: number of adapters.
@@ -46,39 +45,33 @@ class AdapterReport:
 
     @property
     def mean_error_of_factors(self) -> float | None:
-        """The mean of ``error_of_factors`` over the modules in which it is not None,
-        None if all are.
-        """
+        """The mean of ``error_of_factors`` over the modules in which it is known."""
         known = [error for error in self.error_of_factors.values() if error is not None]
         return sum(known) / len(known) if known else None
 
     def __str__(self) -> str:
         differ = sum(error is None for error in self.error_of_factors.values())
         naive = self.mean_error_of_factors
-        given = "adapter" if self.updates == 1 else "adapters"
-        error = f"{100 * self.mean_error:.1f} %"
-        said = (
-            f"{self.updates} {given}: this average is {error} from the mean of their "
-            "products"
+        noun = "adapter" if self.updates == 1 else "adapters"
+        sentence = (
+            f"{self.updates} {noun}: this average is {100 * self.mean_error:.1f} % "
+            "from the mean of their products"
         )
-        said += (
-            f", the mean of the factors {100 * naive:.1f} %"
-            if naive is not None
-            else ""
-        )
-        said += (
-            f"; factors of {differ} modules have no mean: their ranks differ"
-            if differ
-            else ""
-        )
+        if naive is not None:
+            sentence += f", the mean of the factors {100 * naive:.1f} %"
+        if differ:
+            sentence += (
+                f"; factors of {differ} modules have no mean: their ranks differ"
+            )
         if self.mean_lost > SHOWN:
-            at_most = f"{100 * self.mean_lost:.1f} %"
-            said += "; these are estimates: the sum of bounded rank leaves out at "
-            said += f"most {at_most}"
+            sentence += (
+                "; these are estimates: the sum of bounded rank leaves out at "
+                f"most {100 * self.mean_lost:.1f} %"
+            )
         if self.magnitudes:
-            said += (
+            sentence += (
                 "; these are errors of products only: DoRA's magnitudes were averaged "
                 "separately, so the weights may be far from the mean of the adapters' "
                 "weights"
             )
-        return said
+        return sentence

@@ -1,6 +1,4 @@
-"""LoRA adapters as clients send them: pairs of factors, their scale, and other
-tensors.
-"""
+"""LoRA adapters as clients send them: pairs of factors, their scale, other tensors."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ class Pair:
 
     @property
     def bias(self) -> str:
-        """The name of the bias of ``B`` (``LoraConfig(lora_bias=True)``), scaled like
-        ``B A``.
-        """
+        """The name of the bias of ``B`` (``lora_bias=True``), scaled like ``B A``."""
         return f"{self.b.removesuffix('.weight')}.bias"
 
 
@@ -97,8 +93,9 @@ class LoraSettings:
 
     @classmethod
     def of(cls, config: Any) -> LoraSettings:
-        """Read a ``LoraConfig``, or a dictionary as in ``adapter_config.json``; alpha
-        is 8 by default.
+        """Read a ``LoraConfig``, or a dictionary as in ``adapter_config.json``.
+
+        Alpha is 8 by default.
 
         Raises:
             FedrotError: ``config`` is neither of them, is of another kind of adapter,
@@ -106,43 +103,39 @@ class LoraSettings:
         """
         if isinstance(config, cls):
             return config
-        found = config.to_dict() if hasattr(config, "to_dict") else config
-        if (
-            not isinstance(found, Mapping)
-            or not {"lora_alpha", "peft_type", "r"} & found.keys()
-        ):
+        fields = config.to_dict() if hasattr(config, "to_dict") else config
+        known = {"lora_alpha", "peft_type", "r"}
+        if not isinstance(fields, Mapping) or known.isdisjoint(fields):
             raise FedrotError(
                 f"A {type(config).__name__} is no configuration of a LoRA adapter. "
                 'Give the LoraConfig of the model, peft_model.peft_config["default"], '
                 "or the content of adapter_config.json."
             )
-        kind = str(getattr(given := found.get("peft_type"), "value", given or "LORA"))
+        peft_type = fields.get("peft_type") or "LORA"
+        kind = str(getattr(peft_type, "value", peft_type))
         if kind != "LORA":
             raise FedrotError(
                 f"The adapter is of kind {kind}; only LORA adapters can be averaged."
             )
         for name, what in _NO_PRODUCT.items():
-            if found.get(name):
+            if fields.get(name):
                 raise FedrotError(
                     f"The adapter has {name}: {what}, which fedrot does not average. "
                     "Take a LoraConfig with target_modules and without this field."
                 )
-        patterns = {
-            str(key): float(value)
-            for key, value in (found.get("alpha_pattern") or {}).items()
-        }
-        start = found.get("init_lora_weights")
+        start = fields.get("init_lora_weights")
         if start == "mica":
             raise FedrotError(
                 "The adapter has init_lora_weights='mica': clients train A from 0 "
                 "while B is frozen. fedrot has no method for this. Take another "
                 "initialisation, or Flower's FedAvg."
             )
+        alpha = fields.get("lora_alpha")
+        alpha = cls.alpha if alpha is None else float(alpha)
+        patterns = fields.get("alpha_pattern") or {}
+        patterns = {str(key): float(value) for key, value in patterns.items()}
         changed = "" if start in _STARTS else str(start)
-        alpha, rooted = found.get("lora_alpha"), bool(found.get("use_rslora"))
-        return cls(
-            cls.alpha if alpha is None else float(alpha), patterns, rooted, changed
-        )
+        return cls(alpha, patterns, bool(fields.get("use_rslora")), changed)
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of ``B A`` in a module of this name and rank."""
@@ -171,10 +164,10 @@ class AdapterUpdate:
 def by_pattern(pattern: Mapping[str, T], module: str, default: T) -> T:
     """Return a module's value in ``LoraConfig.alpha_pattern`` or ``rank_pattern``."""
     name = module.removeprefix(_WRAPPER)
-    return next(
-        (v for key, v in pattern.items() if re.match(rf"(.*\.)?({key})$", name)),
-        default,
-    )
+    for key, value in pattern.items():
+        if re.match(rf"(.*\.)?({key})$", name):
+            return value
+    return default
 
 
 def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
@@ -185,24 +178,25 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
     """
     pairs: list[Pair] = []
     for name in tensors:
-        found = _FIRST.fullmatch(name)
-        if found is None:
+        match = _FIRST.fullmatch(name)
+        if match is None:
             continue
-        if found["module"].endswith(".base_layer"):
+        module = match["module"]
+        if module.endswith(".base_layer"):
             raise UpdateError(
                 f"The factor '{name}' belongs to parameters inside a module "
                 "(target_parameters), which fedrot does not average. Adapt whole "
                 "modules, target_modules=[...]."
             )
-        if any(pair.module == found["module"] for pair in pairs):
+        if any(pair.module == module for pair in pairs):
             raise UpdateError(
-                f"'{found['module']}' has two pairs of factors. Give the tensors of "
+                f"'{module}' has two pairs of factors. Give the tensors of "
                 "one adapter: adapter_tensors(model, name)."
             )
-        other = f"{found['module']}.lora_{found['kind'] or ''}B{found['rest']}"
+        other = f"{module}.lora_{match['kind'] or ''}B{match['rest']}"
         if other not in tensors:
             raise UpdateError(f"The factor '{name}' has no partner '{other}'. {_WHOLE}")
-        pairs.append(Pair(found["module"], name, other, bool(found["kind"])))
+        pairs.append(Pair(module, name, other, bool(match["kind"])))
     seconds = {pair.b for pair in pairs}
     alone = [
         name
@@ -235,7 +229,8 @@ def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
         UpdateError: the ranks of the two differ (grouped convolutions), or the rank is
             0.
     """
-    a, b = (tensors[name] for name in (pair.a, pair.b))
+    a = tensors[pair.a]
+    b = tensors[pair.b]
     for name, factor in ((pair.a, a), (pair.b, b)):
         if factor.ndim < 2 or not factor.numel():
             raise UpdateError(
@@ -253,23 +248,17 @@ def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
 
 
 def wide_factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
-    """Return ``factors`` in the dtype for computations; raises the errors of
-    ``factors``.
-    """
+    """Return ``factors`` in the dtype for computations, with its errors."""
     a, b = factors(tensors, pair)
     wide = torch.promote_types(compute_dtype(a), compute_dtype(b))
     return a.to(wide), b.to(wide)
 
 
 def shaped(matrix: Tensor, like: torch.Size) -> Tensor:
-    """Return a factor matrix in the shape of a tensor of any rank; the inverse of
-    ``factors``.
-    """
+    """Return a factor matrix in the shape of a tensor: the inverse of ``factors``."""
     if len(like) == 2:
         return matrix
-    inner = (
-        like[1:]
-        if matrix.shape[1] == like[1:].numel()
-        else (matrix.shape[1], *like[2:])
-    )
-    return matrix.reshape(len(matrix), *inner)
+    rows, columns = matrix.shape
+    # Else the second axis is the rank, which may differ from that of ``like``.
+    inner = like[1:] if columns == like[1:].numel() else (columns, *like[2:])
+    return matrix.reshape(rows, *inner)

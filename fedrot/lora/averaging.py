@@ -1,6 +1,4 @@
-"""``average_adapters``: the average of several clients' LoRA adapters;
-``AdapterOptions``.
-"""
+"""``average_adapters``: the average of several clients' LoRA adapters."""
 
 from __future__ import annotations
 
@@ -27,8 +25,6 @@ from fedrot.lora.methods import METHODS, Method
 from fedrot.lora.module_sums import AveragedModule, ModuleSums, Plan, in_threads
 from fedrot.tensors import Tensors, check_finite, check_weight
 
-#: The options of methods.
-_OPTIONS = ("gauge",)
 #: Part of the names of DoRA's magnitudes.
 _MAGNITUDE = ".lora_magnitude_vector"
 
@@ -60,23 +56,18 @@ class AdapterOptions:
                     f"Unknown {name} '{getattr(self, name)}' of adapters; one of "
                     f"{', '.join(values)}."
                 )
-        for name in (
-            name for name in _OPTIONS if name not in METHODS[self.method].used
-        ):
-            if getattr(self, name) != getattr(type(self), name):
-                able = " and ".join(
-                    f"'{key}'" for key, kind in METHODS.items() if name in kind.used
-                )
-                raise FedrotError(
-                    f"{name} is an option of {able}, and has no effect with "
-                    f"'{self.method}'; omit it."
-                )
+        used = METHODS[self.method].used
+        if "gauge" not in used and self.gauge != type(self).gauge:
+            able = [repr(name) for name, of in METHODS.items() if "gauge" in of.used]
+            raise FedrotError(
+                f"gauge is an option of {' and '.join(able)}, and has no effect with "
+                f"'{self.method}'; omit it."
+            )
 
     def __str__(self) -> str:
-        given = (
-            f"{name} {getattr(self, name)!r}" for name in METHODS[self.method].used
-        )
-        return ", ".join([self.method, *given])
+        used = METHODS[self.method].used
+        options = [f"{name} {getattr(self, name)!r}" for name in used]
+        return ", ".join([self.method, *options])
 
     def average(
         self,
@@ -85,13 +76,12 @@ class AdapterOptions:
         server_round: int = 1,
         rank: int | None = None,
     ) -> AdapterAverage:
-        """Return an empty average by the method; arguments are those of
-        ``average_adapters``.
-        """
-        of = LoraSettings.of(settings)
+        """Return an empty average; arguments are those of ``average_adapters``."""
+        settings = LoraSettings.of(settings)
         if rank is not None:
             check_rank(rank)
-        return AdapterAverage(self, Plan(of, self.gauge, previous, server_round, rank))
+        plan = Plan(settings, self.gauge, previous, server_round, rank)
+        return AdapterAverage(self, plan)
 
     @property
     def averaging(self) -> Method:
@@ -100,9 +90,7 @@ class AdapterOptions:
 
 
 def checked_adapter_options(options: AdapterOptions | None) -> AdapterOptions:
-    """Return options, the defaults if None; raise ``FedrotError`` if they are something
-    else.
-    """
+    """Return options, the defaults if None; refuse another type."""
     if not isinstance(options, AdapterOptions | None):
         raise FedrotError(
             f"options is {options!r}; pass fedrot.lora.AdapterOptions, for example "
@@ -151,14 +139,15 @@ def average_adapters(
 
 
 class AdapterAverage:
-    """An average to which adapters are added one at a time; made by
-    ``AdapterOptions.average``.
+    """An average to which adapters are added one at a time.
 
-    ``plan`` is that of the result.
+    ``AdapterOptions.average`` makes it; ``plan`` is that of the result.
     """
 
     def __init__(self, options: AdapterOptions, plan: Plan) -> None:
-        self.options, self.method, self.plan = options, options.averaging, plan
+        self.options = options
+        self.method = options.averaging
+        self.plan = plan
         self._modules: dict[str, ModuleSums] = {}
         #: Pairs and scales of the first adapter; biases of ``B`` are averaged in these
         #: scales.
@@ -183,36 +172,40 @@ class AdapterAverage:
             raise FedrotError(
                 f"The update is a {type(update).__name__}; pass an AdapterUpdate."
             )
-        tensors, pairs = update.tensors, pairs_of(update.tensors)
+        tensors = update.tensors
+        pairs = pairs_of(tensors)
         settings = LoraSettings.of(update.settings)
         check_weight(update.weight)
         check_finite(tensors)
-        if odd := tensors.keys() ^ (self._like or tensors).keys():
+        odd = tensors.keys() ^ (self._like or tensors).keys()
+        if odd:
             raise UpdateError(
                 f"The tensor '{min(odd)}' is in some adapters and missing in others. "
                 "All clients need the same target_modules, modules_to_save and bias in "
                 "their LoraConfig."
             )
-        paired = {name for pair in pairs for name in (pair.a, pair.b)}
-        others = {
-            name: tensor for name, tensor in tensors.items() if name not in paired
-        }
+        others = dict(tensors)
         modules = self._modules or {
             pair.module: self.method.sums(pair, self.plan) for pair in pairs
         }
         scales: dict[str, float] = {}
-        for pair in pairs:  # Errors must come before anything is added.
+        # Errors must come before anything is added.
+        for pair in pairs:
+            module = pair.module
             a, b = factors(tensors, pair)
-            scale = scales[pair.module] = settings.scale(pair.module, len(a))
+            scale = settings.scale(module, len(a))
+            scales[module] = scale
             self._check_sizes(pair, a, b)
-            modules[pair.module].check(a, b, settings)
-            _rescale(others, pair.bias, scale / self._scales.get(pair.module, scale))
-        statistics = {
-            kind: of for kind, of in update.statistics.items() if kind == TRAINED
-        }
+            modules[module].check(a, b, settings)
+            del others[pair.a], others[pair.b]
+            _rescale(others, pair.bias, scale / self._scales.get(module, scale))
+        trained = update.statistics.get(TRAINED)
+        statistics = {} if trained is None else {TRAINED: trained}
         self._others.check(others, update.weight, statistics)
         if not self._updates:
-            self._pairs, self._scales, self._modules = pairs, scales, modules
+            self._pairs = pairs
+            self._scales = scales
+            self._modules = modules
             self._like = {
                 name: t.new_empty(()).expand(t.shape) for name, t in tensors.items()
             }
@@ -221,7 +214,8 @@ class AdapterAverage:
 
         def fold(pair: Pair) -> None:
             a, b = wide_factors(tensors, pair)
-            modules[pair.module].add((a, b * scales[pair.module]), update.weight)
+            scaled = b * scales[pair.module]
+            modules[pair.module].add((a, scaled), update.weight)
 
         in_threads(fold, pairs, tensors[pairs[0].a].device)
         self._updates += 1
@@ -239,33 +233,32 @@ class AdapterAverage:
         def averaged(pair: Pair) -> AveragedModule:
             return self._modules[pair.module].averaged(self.method.merge, self._like)
 
-        tensors: dict[str, Tensor] = (
-            self._others.result() if self._others.weight else {}
-        )
-        found = in_threads(averaged, self._pairs, self._like[self._pairs[0].a].device)
-        for pair, module in zip(self._pairs, found, strict=True):
+        pairs = self._pairs
+        tensors: dict[str, Tensor] = {}
+        if self._others.weight:
+            tensors = self._others.result()
+        error_of_factors: dict[str, float | None] = {}
+        error: dict[str, float] = {}
+        lost: dict[str, float] = {}
+        modules = in_threads(averaged, pairs, self._like[pairs[0].a].device)
+        for pair, module in zip(pairs, modules, strict=True):
+            name = pair.module
             tensors |= module.tensors
-            _rescale(tensors, pair.bias, self._scales[pair.module] / module.scale)
-        modules = dict(zip([pair.module for pair in self._pairs], found, strict=True))
-        return tensors, AdapterReport(
-            self._updates,
-            error_of_factors={
-                name: module.error_of_factors for name, module in modules.items()
-            },
-            error={name: module.error for name, module in modules.items()},
-            lost={name: module.lost for name, module in modules.items()},
-            magnitudes=any(_MAGNITUDE in name for name in self._like),
-        )
+            _rescale(tensors, pair.bias, self._scales[name] / module.scale)
+            error_of_factors[name] = module.error_of_factors
+            error[name] = module.error
+            lost[name] = module.lost
+        magnitudes = any(_MAGNITUDE in name for name in self._like)
+        report = AdapterReport(self._updates, error_of_factors, error, lost, magnitudes)
+        return tensors, report
 
     def _check_sizes(self, pair: Pair, a: Tensor, b: Tensor) -> None:
-        wanted = (
-            self._like.get(pair.a, a).shape[1:].numel(),
-            len(self._like.get(pair.b, b)),
-        )
-        if (a.shape[1], len(b)) != wanted:
+        inputs = self._like.get(pair.a, a).shape[1:].numel()
+        outputs = len(self._like.get(pair.b, b))
+        if a.shape[1] != inputs or len(b) != outputs:
             raise UpdateError(
                 f"The factors of '{pair.module}' map {a.shape[1]} inputs to {len(b)} "
-                f"outputs, those of the first adapter {wanted[0]} to {wanted[1]}. Use "
+                f"outputs, those of the first adapter {inputs} to {outputs}. Use "
                 "one base model."
             )
 

@@ -60,15 +60,12 @@ def transposed(factors: Factors) -> Factors:
 def gauged(
     gauge: Callable[[Wanted], Factors], of: Wanted, of_embedding: bool
 ) -> Factors:
-    """Return the factors of a gauge, which for an embedding chooses those of the
-    transposed product.
-    """
+    """Return a gauge's factors; for an embedding, those of the transposed product."""
     return transposed(gauge(of.transposed)) if of_embedding else gauge(of)
 
 
 def balanced(of: Wanted) -> Factors:
-    """Return ``A = sqrt(S) V^T`` and ``B = U sqrt(S)``: factors of equal norm, not
-    rotated to a client.
+    """Return ``A = sqrt(S) V^T`` and ``B = U sqrt(S)``, factors of equal norm.
 
     If the rank of the product is smaller than that of the factors, the remaining
     columns of ``B`` are 0. The remaining rows of ``A`` come from the part of the old
@@ -77,7 +74,8 @@ def balanced(of: Wanted) -> Factors:
     that the factors do not depend on the signs of a decomposition.
     """
     u, s, vt = _terms(of)
-    kept, root = of.mean or of.previous, s.sqrt()
+    kept = of.mean or of.previous
+    root = s.sqrt()
     if kept is None:
         size = root.mean() if len(root) else 1.0
         rest = of.vt[len(s) :] * size
@@ -97,10 +95,10 @@ def _terms(of: Wanted) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _around(a: Tensor, vt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``A V``, the part of ``A`` outside of the row space, and its left singular
-    vectors.
+    """Return ``A V``, and the part of ``A`` outside of the row space, with vectors.
 
-    The vectors are ``[rank, rank]``, in ascending order of the singular values.
+    The left singular vectors of this part are ``[rank, rank]``, in ascending order of
+    the singular values.
     """
     inside = a @ vt.mT
     outside = a - inside @ vt
@@ -109,8 +107,7 @@ def _around(a: Tensor, vt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rotated(factors: Factors, to: Factors | None) -> Factors:
-    """Return ``R A`` and ``B R^T`` for the rotation that brings them nearest to the
-    factors ``to``.
+    """Return ``R A`` and ``B R^T``, rotated as near as possible to the factors ``to``.
 
     Without ``to``, factors stay as they are. ``R = polar(A_to A^T + B_to^T B)`` is the
     best rotation for both factors together. The best rotation for one factor may be
@@ -119,27 +116,23 @@ def rotated(factors: Factors, to: Factors | None) -> Factors:
     if to is None:
         return factors
     a, b = factors
-    r = polar((to[0] @ a.mT + to[1].mT @ b).double()).to(a)
+    a_to, b_to = to
+    r = polar((a_to @ a.mT + b_to.mT @ b).double()).to(a)
     return r @ a, b @ r.mT
 
 
 def near_mean(of: Wanted) -> Factors:
-    """Return balanced factors, rotated to the clients' mean, else to the factors they
-    received.
-    """
+    """Return balanced factors, rotated to the mean, else to the received ones."""
     return rotated(balanced(of), of.mean or of.previous)
 
 
 def near_previous(of: Wanted) -> Factors:
-    """Return balanced factors, rotated to those the clients received, else to the
-    clients' mean.
-    """
+    """Return balanced factors, rotated to the received ones, else to the mean."""
     return rotated(balanced(of), of.previous or of.mean)
 
 
 def keep_a(of: Wanted) -> Factors:
-    """Return the factors whose ``A`` is as near to the clients' mean ``A`` as the
-    product allows.
+    """Return the factors whose ``A`` is nearest to the clients' mean ``A``.
 
     The row space of ``A`` must contain that of the product, of rank ``k``. The nearest
     ``A`` is the mean without the ``k`` smallest singular directions ``Z`` of its part
@@ -153,14 +146,17 @@ def keep_a(of: Wanted) -> Factors:
     if kept is None:
         return balanced(of)
     u, s, vt = _terms(of)
-    inside, outside, directions = _around(kept[0], vt)
+    a_kept, _ = kept
+    inside, outside, directions = _around(a_kept, vt)
     dropped = directions[:, : len(s)]
     left, singular, right = torch.linalg.svd((dropped.mT @ inside).double())
     if len(s) and not singular[-1] > torch.finfo(s.dtype).eps * singular[0]:
         return near_mean(of)
     inverse = ((right.mT / singular) @ left.mT).to(u)
-    found = kept[0] - dropped @ (dropped.mT @ outside), (u * s) @ inverse @ dropped.mT
-    return found if _size(found) <= LARGEST_GROWTH * _size(kept) else near_mean(of)
+    a = a_kept - dropped @ (dropped.mT @ outside)
+    b = (u * s) @ inverse @ dropped.mT
+    bounded = _size((a, b)) <= LARGEST_GROWTH * _size(kept)
+    return (a, b) if bounded else near_mean(of)
 
 
 def _size(of: Factors) -> float:

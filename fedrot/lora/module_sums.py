@@ -1,6 +1,4 @@
-"""``ModuleSums``: one module's sums over the clients, and its average;
-``in_threads``.
-"""
+"""``ModuleSums``: one module's sums over the clients, and its average."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from fedrot.lora.products import ProductSum, Terms
 from fedrot.tensors import Tensors, compute_dtype
 
 _Item = TypeVar("_Item")
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 #: A sum of products keeps this many times the largest rank so far, or the result's rank
 #: if it is larger. The sum is cut to this rank when it has more than twice as many
@@ -59,22 +57,24 @@ class AveragedModule:
 
 
 class ModuleSums:
-    """The sums over the clients of one module's products and factors; both include the
-    scale.
-    """
+    """The sums over clients of one module's products and factors, with the scale."""
 
     def __init__(self, pair: Pair, plan: Plan) -> None:
-        self.pair, self.plan = pair, plan
-        self.products, self.mean, self.weight = ProductSum(), Mean(), 0.0
+        self.pair = pair
+        self.plan = plan
+        self.products = ProductSum()
+        self.mean = Mean()
+        self.weight = 0.0
         self.ranks: set[int] = set()
 
     def check(self, a: Tensor, b: Tensor, settings: LoraSettings) -> None:
-        """Raise ``UpdateError`` if a client's factors, in its own scale, cannot be
-        added.
+        """Raise ``UpdateError`` if a client's factors cannot be added.
+
+        They are as the client sent them, without the scale.
         """
         received = self._previous()
-        known = {len(received[0])} if received else self.ranks or {len(a)}
-        if settings.changed_base and len(a) != (rank := min(known)):
+        rank = len(received[0]) if received else min(self.ranks, default=len(a))
+        if settings.changed_base and len(a) != rank:
             raise UpdateError(
                 f"'{self.pair.module}' has rank {len(a)}, others {rank}. With "
                 f"init_lora_weights='{settings.changed_base}' base weights depend on "
@@ -103,20 +103,18 @@ class ModuleSums:
             self.mean.add({"a": a, "b": b}, weight)
 
     def limit(self, a: Tensor, b: Tensor) -> int:
-        """Return the rank that the sum of products keeps when these factors are
-        added.
-        """
-        received, before = self._previous(), self.products.limit or 0
+        """Return the rank that the sum keeps when these factors are added."""
+        received = self._previous()
         largest = max(len(a), len(received[0]) if received else 0)
+        before = self.products.limit or 0
         return max(KEPT_RANKS * largest, before, self.plan.rank or 0)
 
     def received(self, like: Tensor) -> Factors | None:
-        """Return the factors that clients received, on the device and in the dtype for
-        computations.
-        """
-        if (found := self._previous()) is None:
+        """Return the factors that clients received, to be computed with ``like``."""
+        received = self._previous()
+        if received is None:
             return None
-        a, b = (factor.to(like.device, compute_dtype(like)) for factor in found)
+        a, b = (factor.to(like.device, compute_dtype(like)) for factor in received)
         return a, b
 
     def _previous(self) -> Factors | None:
@@ -130,70 +128,62 @@ class ModuleSums:
         return factors(self.plan.previous, self.pair)
 
     def factors(self, scale: float) -> Factors | None:
-        """Return the means of the factors, with ``B`` divided by a scale; None if ranks
-        differ.
-        """
+        """Return the means of ``A`` and ``B / scale``; None if ranks differ."""
         if len(self.ranks) > 1:
             return None
-        return self.mean.current["a"], self.mean.current["b"] / scale
+        means = self.mean.current
+        return means["a"], means["b"] / scale
 
     def wanted(self, terms: Terms, rank: int) -> Wanted:
-        """Return a sum of products, divided by weight and scale, and the factors for
-        the gauge.
-        """
-        scale, first = (
-            self.plan.settings.scale(self.pair.module, rank),
-            terms.first(rank),
-        )
-        near = self.factors(scale), self.received(terms.vt)
-        mean, previous = (
-            f if f is not None and len(f[0]) == rank else None for f in near
-        )
-        return Wanted(
-            first.u, first.s / (self.weight * scale), first.vt, mean, previous
-        )
+        """Return a sum, divided by weight and scale, and the factors for the gauge."""
+        scale = self.plan.settings.scale(self.pair.module, rank)
+        first = terms.first(rank)
+        s = first.s / (self.weight * scale)
+        mean = _of_rank(rank, self.factors(scale))
+        previous = _of_rank(rank, self.received(terms.vt))
+        return Wanted(first.u, s, first.vt, mean, previous)
 
     def gauged(self, terms: Terms, rank: int) -> Factors:
         """Return the factors that the gauge chooses for a sum of products."""
-        return gauged(
-            GAUGES[self.plan.gauge], self.wanted(terms, rank), self.pair.of_embedding
-        )
+        wanted = self.wanted(terms, rank)
+        return gauged(GAUGES[self.plan.gauge], wanted, self.pair.of_embedding)
 
     def averaged(self, merge: Merge, like: Mapping[str, Tensor]) -> AveragedModule:
-        """Return the average by a method, in the shapes and dtypes of the tensors
-        ``like``.
+        """Return the average by a method, in the shapes and dtypes of ``like``.
 
         Raises:
             UpdateError: the method has no factors of the result's rank.
         """
-        previous, pair = self.plan.previous, self.pair
-        rank = self.plan.rank or (
-            len(previous[pair.a]) if previous else max(self.ranks)
-        )
-        terms, scale = (
-            self.products.terms(rank),
-            self.plan.settings.scale(pair.module, rank),
-        )
+        pair = self.pair
+        plan = self.plan
+        rank = plan.rank
+        if rank is None:
+            rank = len(plan.previous[pair.a]) if plan.previous else max(self.ranks)
+        scale = plan.settings.scale(pair.module, rank)
+        terms = self.products.terms(rank)
         merged = merge(self, terms, rank)
         if merged is None:
-            of = "factors of different ranks have no mean"
-            what = of if len(self.ranks) > 1 else f"their mean cannot have rank {rank}"
+            what = "factors of different ranks have no mean"
+            if len(self.ranks) == 1:
+                what = f"their mean cannot have rank {rank}"
             raise UpdateError(
                 f"The clients' ranks of '{pair.module}' are {sorted(self.ranks)}: "
                 f"{what}. Take method='exact'."
             )
-        tensors = {
-            name: shaped(matrix, like[name].shape).to(like[name], copy=True)
-            for name, matrix in zip((pair.a, pair.b), merged, strict=True)
-        }
+        tensors = {}
+        for name, matrix in zip((pair.a, pair.b), merged, strict=True):
+            # A copy: a method may return the sums' own tensors.
+            tensors[name] = shaped(matrix, like[name].shape).to(like[name], copy=True)
+        compared = [wide_factors(tensors, pair)]
         mean = self.factors(scale)
-        compared = [wide_factors(tensors, pair), *([] if mean is None else [mean])]
+        if mean is not None:
+            compared.append(mean)
         error, *of_factors = self._errors(terms, scale, compared)
         lost = share(self.products.lost, terms.norm)
         return AveragedModule(tensors, scale, next(iter(of_factors), None), error, lost)
 
     def _errors(
-        self, terms: Terms, scale: float, found: Sequence[Factors]
+        self, terms: Terms, scale: float, compared: Sequence[Factors]
     ) -> list[float]:
         """Return ``|D - s B A| / |D|`` for each pair of factors; 0 if both are 0.
 
@@ -202,9 +192,8 @@ class ModuleSums:
         """
         left_out = self.products.left_out
         whole = math.hypot(terms.norm, left_out)
-        distances = self.products.distances(
-            *((self.weight * scale * b, a) for a, b in found)
-        )
+        products = [(self.weight * scale * b, a) for a, b in compared]
+        distances = self.products.distances(*products)
         return [share(math.hypot(distance, left_out), whole) for distance in distances]
 
 
@@ -214,14 +203,19 @@ class ModuleSums:
 Merge = Callable[[ModuleSums, Terms, int], Factors | None]
 
 
+def _of_rank(rank: int, factors: Factors | None) -> Factors | None:
+    """Return the factors if they have this rank, else None."""
+    return factors if factors is not None and len(factors[0]) == rank else None
+
+
 def share(part: float, whole: float) -> float:
     """Return ``part / whole``; 0 if both are 0, 1 if only ``whole`` is."""
     return part / whole if whole > 0 else float(part > 0)
 
 
 def in_threads(
-    work: Callable[[_Item], _Found], items: Sequence[_Item], device: torch.device
-) -> list[_Found]:
+    work: Callable[[_Item], _Result], items: Sequence[_Item], device: torch.device
+) -> list[_Result]:
     """Return ``work`` of every item; on a CPU, several items are computed at a time.
 
     The matrices of one module are too small to use several threads. PyTorch's number of

@@ -1,6 +1,4 @@
-"""A client's PEFT model: ``adapter_tensors``, ``load_adapter``, ``train_only``,
-``fitted``.
-"""
+"""A client's PEFT model: read, load, fit and freeze its adapter."""
 
 from __future__ import annotations
 
@@ -48,30 +46,35 @@ def fitted(
     """
     if not isinstance(rank, Mapping):
         check_rank(rank)
-    found, scales = dict(tensors), LoraSettings.of(settings)
+    reduced = dict(tensors)
+    scales = LoraSettings.of(settings)
     for pair in pairs_of(tensors):
         a, b = wide_factors(tensors, pair)
-        if isinstance(rank, Mapping) and pair.a not in rank:
+        if not isinstance(rank, Mapping):
+            wanted = index(rank)
+        elif pair.a in rank:
+            wanted = len(rank[pair.a])
+        else:
             raise UpdateError(
                 f"'{pair.module}' is adapted at the server but not here. Use one "
                 "LoraConfig."
             )
-        wanted = len(rank[pair.a]) if isinstance(rank, Mapping) else index(rank)
         if wanted >= len(a):
             continue
-        own = scales.scale(pair.module, len(a)) / scales.scale(pair.module, wanted)
-        b = own * b
+        # The scale depends on the rank; the product must not.
+        before = scales.scale(pair.module, len(a))
+        factor = before / scales.scale(pair.module, wanted)
+        b = factor * b
         first = decomposed(b, a, most=wanted).first(wanted)
         product = Wanted(first.u, first.s, first.vt, None, (a[:wanted], b[:, :wanted]))
         # A product of 0 determines no direction of A; keep_a leaves A as it is.
         near = near_previous if first.s.any() else keep_a
-        for name, matrix in zip(
-            (pair.a, pair.b), gauged(near, product, pair.of_embedding), strict=True
-        ):
-            found[name] = shaped(matrix, tensors[name].shape).to(tensors[name])
+        matrices = gauged(near, product, pair.of_embedding)
+        for name, matrix in zip((pair.a, pair.b), matrices, strict=True):
+            reduced[name] = shaped(matrix, tensors[name].shape).to(tensors[name])
         if pair.bias in tensors:
-            found[pair.bias] = own * tensors[pair.bias]
-    return found
+            reduced[pair.bias] = factor * tensors[pair.bias]
+    return reduced
 
 
 def adapter_tensors(model: Any, adapter: str = "default") -> dict[str, Tensor]:
@@ -87,10 +90,10 @@ def adapter_tensors(model: Any, adapter: str = "default") -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     _check_adapter(model, adapter)
-    found = get_peft_model_state_dict(
+    tensors = get_peft_model_state_dict(
         model, adapter_name=adapter, save_embedding_layers=False
     )
-    return {name: tensor.detach().clone() for name, tensor in found.items()}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None:
@@ -112,8 +115,7 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None
 
 
 def load_as_sent(model: Any, tensors: Tensors, adapter: str = "default") -> None:
-    """Load the tensors that ``FedRotLoRA`` sends into a PEFT model in place, and reduce
-    nothing.
+    """Load the tensors that ``FedRotLoRA`` sends in place, and reduce nothing.
 
     The model takes the ranks and scales of the tensors, so that clients of all ranks
     compute the same; ``load_adapter`` gives it its own again. Build optimisers after
@@ -128,10 +130,10 @@ def load_as_sent(model: Any, tensors: Tensors, adapter: str = "default") -> None
 
 
 def train_only(model: Any, factors: str, adapter: str = "default") -> None:
-    """Set ``requires_grad`` of an adapter's factors; task heads and other parameters
-    are unchanged.
+    """Set ``requires_grad`` of an adapter's factors.
 
-    Call this function before the optimiser is built.
+    Task heads and other parameters are unchanged. Call this function before the
+    optimiser is built.
 
     Example: ``train_only(model, "B")``. The mean of the factors is exact if all clients
     have the same ``A``.
@@ -154,64 +156,52 @@ def train_only(model: Any, factors: str, adapter: str = "default") -> None:
 
 
 def factor_parameters(model: Any, adapter: str) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of an adapter's factors by the names of
-    ``adapter_tensors``.
-    """
+    """Return an adapter's factors, as parameters, by names of ``adapter_tensors``."""
     named = re.compile(
         rf"(.+\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}(\.weight)?"
     )
-    found = (
-        (named.fullmatch(name), parameter)
-        for name, parameter in model.named_parameters()
-    )
-    return {
-        match[1] + (match[2] or ""): parameter for match, parameter in found if match
-    }
+    factors = {}
+    for name, parameter in model.named_parameters():
+        match = named.fullmatch(name)
+        if match:
+            factors[match[1] + (match[2] or "")] = parameter
+    return factors
 
 
 def _load(model: Any, tensors: Tensors, adapter: str, reduced: bool) -> None:
-    """Load an adapter, reduced to the ranks of the ``LoraConfig`` or at the ranks that
-    it has.
-    """
+    """Load an adapter, at its ranks or reduced to those of the ``LoraConfig``."""
     from peft import set_peft_model_state_dict
 
-    own = adapter_tensors(model, adapter)
-    inside = rf"\.lora_(embedding_)?[AB]\.{re.escape(adapter)}(\.weight)?"
-    named = [
-        name for name in tensors if name not in own and re.search(f"{inside}$", name)
-    ]
-    if named:
-        raise UpdateError(
-            f"The name of the received tensor '{named[0]}' contains the adapter's "
-            "name, as in model.state_dict(). Send adapter_tensors(model)."
-        )
-    merged = [
-        n
-        for n, m in model.named_modules()
-        if adapter in getattr(m, "merged_adapters", ())
-    ]
-    if merged:
-        raise FedrotError(
-            f"The adapter is merged into the weights of '{merged[0]}'. Call "
-            "model.unmerge_adapter()."
-        )
-    config, pairs = model.peft_config[adapter], pairs_of(own)
-    ranks = {
-        pair: by_pattern(config.rank_pattern, pair.module, config.r) for pair in pairs
-    }
-    if not reduced:
-        ranks |= {
-            pair: len(factors(tensors, pair)[0])
-            for pair in pairs_of(tensors)
-            if pair in ranks
-        }
-    for pair, rank in ranks.items():
+    layout = adapter_tensors(model, adapter)
+    inside = rf"\.lora_(embedding_)?[AB]\.{re.escape(adapter)}(\.weight)?$"
+    for name in tensors:
+        if name not in layout and re.search(inside, name):
+            raise UpdateError(
+                f"The name of the received tensor '{name}' contains the adapter's "
+                "name, as in model.state_dict(). Send adapter_tensors(model)."
+            )
+    for name, module in model.named_modules():
+        if adapter in getattr(module, "merged_adapters", ()):
+            raise FedrotError(
+                f"The adapter is merged into the weights of '{name}'. Call "
+                "model.unmerge_adapter()."
+            )
+    config = model.peft_config[adapter]
+    ranks = {}
+    sent = () if reduced else pairs_of(tensors)
+    for pair in pairs_of(layout):
+        rank = by_pattern(config.rank_pattern, pair.module, config.r)
+        if pair in sent:
+            rank = len(factors(tensors, pair)[0])
+        ranks[pair] = rank
+        # One row or column, repeated: only the shape counts.
         for name, axis in ((pair.a, 0), (pair.b, 1)):
-            own[name] = own[name].narrow(axis, 0, 1).repeat_interleave(rank, axis)
-    found = fitted(tensors, config, own)
-    different = own.keys() ^ found.keys() or [
-        n for n in own if found[n].shape != own[n].shape
-    ]
+            row = layout[name].narrow(axis, 0, 1)
+            layout[name] = row.repeat_interleave(rank, axis)
+    adapted = fitted(tensors, config, layout)
+    different = layout.keys() ^ adapted.keys()
+    if not different:
+        different = {n for n in layout if adapted[n].shape != layout[n].shape}
     if different:
         raise UpdateError(
             f"The tensor '{min(different)}' of the model's adapter '{adapter}' and the "
@@ -220,21 +210,18 @@ def _load(model: Any, tensors: Tensors, adapter: str, reduced: bool) -> None:
         )
     for pair, rank in ranks.items():
         layer = model.get_submodule(pair.module)
-        if layer.r[adapter] != rank:
-            scale = LoraSettings.of(config).scale(pair.module, rank)
-            layer.r[adapter], layer.scaling[adapter] = rank, scale
-            for name in (pair.a, pair.b):
-                table = name.removesuffix(".weight")
-                path, _, leaf = (
-                    f"{table}.{adapter}{name.removeprefix(table)}".rpartition(".")
-                )
-                owner = model.get_submodule(path)
-                setattr(
-                    owner,
-                    leaf,
-                    torch.nn.Parameter(own[name], getattr(owner, leaf).requires_grad),
-                )
-    set_peft_model_state_dict(model, found, adapter_name=adapter)
+        if layer.r[adapter] == rank:
+            continue
+        layer.r[adapter] = rank
+        layer.scaling[adapter] = LoraSettings.of(config).scale(pair.module, rank)
+        for name in (pair.a, pair.b):
+            table = name.removesuffix(".weight")
+            full = f"{table}.{adapter}{name.removeprefix(table)}"
+            path, _, leaf = full.rpartition(".")
+            owner = model.get_submodule(path)
+            trained = getattr(owner, leaf).requires_grad
+            setattr(owner, leaf, torch.nn.Parameter(layout[name], trained))
+    set_peft_model_state_dict(model, adapted, adapter_name=adapter)
 
 
 def _check_adapter(model: Any, adapter: str) -> None:

@@ -58,10 +58,13 @@ class Terms:
         Beyond the rank of the sum, singular values are 0. Their vectors are orthogonal
         to the others, or 0 if no orthogonal direction is left.
         """
-        u, s, vt = self.u, self.s[: self.u.shape[1]], self.vt
+        u = self.u
+        s = self.s[: u.shape[1]]
+        vt = self.vt
         missing = rank - len(s)
         if missing > 0:
-            u, vt = _extended(u, missing), _extended(vt.mT, missing).mT
+            u = _extended(u, missing)
+            vt = _extended(vt.mT, missing).mT
             s = torch.cat([s, s.new_zeros(missing)])
         return Terms(u[:, :rank], s[:rank], vt[:rank])
 
@@ -85,38 +88,34 @@ class ProductSum:
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
         self.lost = self.left_out = 0.0
-        self._left, self._right = (
-            torch.empty(0, 0),
-            torch.empty(0, 0),
-        )  # [terms, out], [terms, in]
+        #: The stacks ``[terms, out]`` and ``[terms, in]``.
+        self._left = self._right = torch.empty(0, 0)
         self._used = 0
-        #: Singular values of the first terms, which are orthogonal; these are their
-        #: squared norms.
+        #: Singular values of the first terms, which are orthogonal: the squared norms
+        #: of their rows.
         self._known = torch.empty(0)
 
     def add(self, b: Tensor, a: Tensor, weight: float) -> None:
         """Add ``weight * b @ a``; ``b`` is ``[out, rank]``, ``a`` is ``[rank, in]``."""
         rank = len(a)
-        if (
-            self.limit is not None
-            and self._used + rank > 2 * self.limit
-            and self._used > self.limit
-        ):
-            self._compress(self.limit)
-        if self._used + rank > len(self._left):
-            usual = 2 * max(self._used, ROOM * rank)
-            room = max(
-                min(usual, 2 * self.limit) if self.limit else usual, self._used + rank
-            )
-            self._left, self._right = (
-                _enlarged(stack, self._used, room, like)
-                for stack, like in ((self._left, b.mT), (self._right, a))
-            )
-        new = slice(self._used, self._used + rank)
-        torch.mul(b.mT, weight, out=self._left[new])
-        self._right[new] = a
-        _balance(self._left[new], self._right[new])
-        self._used += rank
+        limit = self.limit
+        if limit is not None and self._used + rank > 2 * limit and self._used > limit:
+            self._compress(limit)
+        used = self._used
+        stop = used + rank
+        if stop > len(self._left):
+            room = 2 * max(used, ROOM * rank)
+            if limit:
+                room = min(room, 2 * limit)
+            room = max(room, stop)
+            self._left = _enlarged(self._left, used, room, b.mT)
+            self._right = _enlarged(self._right, used, room, a)
+        left = self._left[used:stop]
+        right = self._right[used:stop]
+        torch.mul(b.mT, weight, out=left)
+        right.copy_(a)
+        _balance(left, right)
+        self._used = stop
 
     def terms(self, most: int | None = None) -> Terms:
         """Return the decomposition of the sum, with the vectors of its first terms."""
@@ -124,45 +123,48 @@ class ProductSum:
         return decomposed(left.mT, right, self._known, most)
 
     def distances(self, *factors: tuple[Tensor, Tensor]) -> list[float]:
-        """Return the Frobenius norm of the difference between the sum and each ``b @
-        a``.
+        """Return the Frobenius norms of the sum minus each ``b @ a``.
 
         The error is below 1e-8 of the norm of the added products.
         """
         left, right = self.stacks
-        own, found = (_inner(left, left) * _inner(right, right)).sum(), []
+        squared = (_inner(left, left) * _inner(right, right)).sum()
+        distances = []
         for b, a in factors:
             mixed = (_inner(left, b.mT) * _inner(right, a)).sum()
             other = (_inner(b.mT, b.mT) * _inner(a, a)).sum()
-            found.append(float((own - 2 * mixed + other).clamp(min=0).sqrt()))
-        return found
+            # Rounding errors may make it negative.
+            distance = (squared - 2 * mixed + other).clamp(min=0)
+            distances.append(float(distance.sqrt()))
+        return distances
 
     @property
     def stacks(self) -> tuple[Tensor, Tensor]:
-        """The factors ``L [terms, out]`` and ``R [terms, in]`` of the sum ``L^T R``; no
-        copies.
-        """
+        """The factors ``L [terms, out]``, ``R [terms, in]`` of ``L^T R``; no copies."""
         return self._left[: self._used], self._right[: self._used]
 
     def _compress(self, rank: int) -> None:
         kept = self.terms(rank)
         tail = kept.tail(rank)
-        self.lost, self.left_out = self.lost + tail, math.hypot(self.left_out, tail)
-        self._used, self._known = len(kept.vt), kept.s[:rank]
+        self.lost += tail
+        self.left_out = math.hypot(self.left_out, tail)
+        self._used = len(kept.vt)
+        self._known = kept.s[:rank]
         root = self._known.sqrt()[:, None]
         torch.mul(kept.u.mT, root, out=self._left[: self._used])
         torch.mul(kept.vt, root, out=self._right[: self._used])
 
 
 def _balance(left: Tensor, right: Tensor) -> None:
-    """Scale each row of both stacks to about the same norm, by powers of two, which are
-    exact.
+    """Scale each row of both stacks to about the same norm.
 
-    Otherwise the rows of a client with a huge ``B`` and a tiny ``A`` would hide all
-    other rows.
+    Powers of two are exact. Without scaling, the rows of a client with a huge ``B`` and
+    a tiny ``A`` would hide all other rows.
     """
-    ours, theirs = _norms(left), _norms(right)
-    ratio = torch.where((ours > 0) & (theirs > 0), theirs / ours, 1.0)
+    of_left = _norms(left)
+    of_right = _norms(right)
+    used = (of_left > 0) & (of_right > 0)
+    ratio = torch.where(used, of_right / of_left, 1.0)
     factor = torch.exp2((ratio.log2() / 2).round()).to(left)[:, None]
     left.mul_(factor)
     right.div_(factor)
@@ -173,23 +175,22 @@ def _norms(rows: Tensor) -> Tensor:
 
 
 def _enlarged(stack: Tensor, used: int, room: int, like: Tensor) -> Tensor:
-    """Return a copy of a stack's used rows in a larger stack, in the dtype and width of
-    ``like``.
-    """
-    found = like.new_empty(room, like.shape[1])
+    """Return a stack's used rows in a larger stack, with ``like``'s dtype and width."""
+    enlarged = like.new_empty(room, like.shape[1])
+    # Before the first product the stack has no width.
     if used:
-        found[:used] = stack[:used]
-    return found
+        enlarged[:used] = stack[:used]
+    return enlarged
 
 
 def decomposed(
     left: Tensor, right: Tensor, known: Tensor | None = None, most: int | None = None
 ) -> Terms:
-    """Return the singular value decomposition of ``left @ right``, without forming the
-    product.
+    """Return the singular value decomposition of ``left @ right``.
 
-    All singular values are 0 if the product is a rounding error of its terms. There are
-    no singular values if the terms are too small for float32.
+    The product is not formed. All singular values are 0 if the product is a rounding
+    error of its terms. There are no singular values if the terms are too small for
+    float32.
 
     Args:
         left: ``[out, k]``.
@@ -199,18 +200,18 @@ def decomposed(
             the squared norms.
         most: maximum number of terms with vectors; None for all.
     """
-    norms = _norms(left.mT) * _norms(right)
-    if not float(norms.sum()) > torch.finfo(torch.float32).tiny:
+    norms = float((_norms(left.mT) * _norms(right)).sum())
+    if not norms > torch.finfo(torch.float32).tiny:
         return Terms(left[:, :0], left.new_empty(0), right[:0])
     narrow = left.shape[1] <= min(len(left), right.shape[1])
     if narrow and left.dtype == torch.float32:
         known = left.new_empty(0) if known is None else known.to(left)
-        found = _by_gram(left, right, known.double(), most)
+        terms = _by_gram(left, right, known.double(), most)
     else:
-        found = _by_qr(left, right, most)
-    if found.norm <= ROUNDING * torch.finfo(left.dtype).eps * float(norms.sum()):
-        return Terms(found.u, torch.zeros_like(found.s), found.vt)
-    return found
+        terms = _by_qr(left, right, most)
+    if terms.norm <= ROUNDING * torch.finfo(left.dtype).eps * norms:
+        return Terms(terms.u, torch.zeros_like(terms.s), terms.vt)
+    return terms
 
 
 def _by_qr(left: Tensor, right: Tensor, most: int | None) -> Terms:
@@ -221,28 +222,31 @@ def _by_qr(left: Tensor, right: Tensor, most: int | None) -> Terms:
 
 
 def _by_gram(left: Tensor, right: Tensor, known: Tensor, most: int | None) -> Terms:
-    """Decompose float32 stacks by their Gram matrices in float64, several times faster
-    than by QR.
+    """Decompose float32 stacks by their Gram matrices in float64.
 
-    With ``left = Q R``, the singular values of ``R right`` are those of the product.
-    Their error is below 1e-7 of the largest, the precision of float32. Smaller terms
-    are left out.
+    This is several times faster than by QR. With ``left = Q R``, the singular values of
+    ``R right`` are those of the product. Their error is below 1e-7 of the largest, the
+    precision of float32. Smaller terms are left out.
     """
     r, inverse = _root(_gram(left.mT, known))
     if not len(r):
         return Terms(left[:, :0], left.new_empty(0), right[:0])
-    squares, p = torch.linalg.eigh(r @ _gram(right, known) @ r.mT)
-    s, p = squares.clamp(min=0).sqrt().flip(0), p.flip(1)
+    squares, vectors = torch.linalg.eigh(r @ _gram(right, known) @ r.mT)
+    # eigh sorts in ascending order.
+    s = squares.clamp(min=0).sqrt().flip(0)
+    p = vectors.flip(1)
     kept = s > s[0] * SMALLEST
-    s, first = s[kept], p[:, kept][:, :most]
+    s = s[kept]
+    first = p[:, kept][:, :most]
     u = left @ (inverse @ first).to(left)
-    vt = (first.mT @ r / s[:most, None]).to(right) @ right
-    return Terms(u, s.to(left), vt)
+    rows = first.mT @ r / s[:most, None]
+    return Terms(u, s.to(left), rows.to(right) @ right)
 
 
 def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``R`` with ``R^T R = gram`` and its inverse, without directions of
-    rounding errors.
+    """Return ``R`` with ``R^T R = gram`` and its inverse.
+
+    Directions of rounding errors are left out.
     """
     lower, failed = torch.linalg.cholesky_ex(gram)
     pivots = lower.diagonal()
@@ -251,13 +255,15 @@ def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
         return lower.mT, torch.linalg.solve_triangular(lower.mT, identity, upper=True)
     values, vectors = torch.linalg.eigh(gram)
     there = values > values[-1] * SMALLEST**2
-    values, vectors = values[there].flip(0).sqrt(), vectors[:, there].flip(1)
-    return values[:, None] * vectors.mT, vectors / values
+    roots = values[there].flip(0).sqrt()
+    vectors = vectors[:, there].flip(1)
+    return roots[:, None] * vectors.mT, vectors / roots
 
 
 def _gram(rows: Tensor, known: Tensor) -> Tensor:
-    """Return ``X X^T`` in float64, given the squared norms of the first rows, which are
-    orthogonal.
+    """Return ``X X^T`` in float64.
+
+    The first rows are orthogonal; ``known`` are their squared norms.
     """
     count = len(known)
     new = _inner(rows[count:], rows)
@@ -269,21 +275,23 @@ def _gram(rows: Tensor, known: Tensor) -> Tensor:
 
 def _inner(rows: Tensor, others: Tensor) -> Tensor:
     """Return ``rows @ others^T`` in float64, converting ``BLOCK`` columns at a time."""
-    found = rows.new_zeros(len(rows), len(others), dtype=torch.float64)
-    for one, other in zip(rows.split(BLOCK, 1), others.split(BLOCK, 1), strict=True):
-        found.addmm_(one.double(), other.double().mT)
-    return found
+    product = rows.new_zeros(len(rows), len(others), dtype=torch.float64)
+    blocks = zip(rows.split(BLOCK, 1), others.split(BLOCK, 1), strict=True)
+    for block, other in blocks:
+        product.addmm_(block.double(), other.double().mT)
+    return product
 
 
 def _extended(basis: Tensor, count: int) -> Tensor:
-    """Return orthonormal columns with ``count`` more, the same in every run; zeros if
-    none are left.
-    """
-    room = min(count, len(basis) - basis.shape[1])
+    """Return orthonormal columns with ``count`` more; zeros if no more are left."""
+    length, width = basis.shape
+    room = min(count, length - width)
+    # The same in every run.
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(len(basis), room, generator=generator, dtype=torch.float64).to(
-        basis
-    )
-    for _ in range(2):  # Twice is enough for orthogonality in floating point.
-        drawn = torch.linalg.qr(drawn - basis @ (basis.mT @ drawn))[0]
-    return torch.cat([basis, drawn, basis.new_zeros(len(basis), count - room)], 1)
+    drawn = torch.randn(length, room, generator=generator, dtype=torch.float64)
+    drawn = drawn.to(basis)
+    # Twice is enough for orthogonality in floating point.
+    for _ in range(2):
+        drawn, _ = torch.linalg.qr(drawn - basis @ (basis.mT @ drawn))
+    zeros = basis.new_zeros(length, count - room)
+    return torch.cat([basis, drawn, zeros], 1)

@@ -1,6 +1,4 @@
-"""The symmetry of a model: ``symmetry_of``, the supported families, and the data of
-groups.
-"""
+"""The symmetry of a model: ``symmetry_of``, the families, and the data of groups."""
 
 from __future__ import annotations
 
@@ -17,7 +15,13 @@ from fedrot.symmetry.groups import (
     Slot,
     Symmetry,
 )
-from fedrot.symmetry.resolve import TensorsOrShapes, family_of, resolve, settings_of
+from fedrot.symmetry.resolve import (
+    TensorsOrShapes,
+    family_of,
+    model_types,
+    resolve,
+    settings_of,
+)
 
 __all__ = [
     "DEFAULT_PARTS",
@@ -37,7 +41,7 @@ __all__ = [
 
 def supported() -> tuple[str, ...]:
     """Return the supported ``model_type`` names."""
-    return tuple(name for family in FAMILIES for name in family.model_types)
+    return model_types(FAMILIES)
 
 
 def check_family(config: object) -> None:

@@ -14,6 +14,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from fedrot.tensors import Shape
+
 
 class Action(Protocol):
     """The action of a group: how its elements act, compose and are drawn.
@@ -38,9 +40,7 @@ class Action(Protocol):
     def act(
         self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
     ) -> Tensor:
-        """Return the element applied to one axis of ``x``: a new tensor of its shape
-        and dtype.
-        """
+        """Return a new tensor: the element applied to one axis of ``x``."""
 
     def inverse(self, element: Tensor) -> Tensor:
         """Return the inverse element."""
@@ -52,8 +52,7 @@ class Action(Protocol):
         """Return the element that acts like ``first`` followed by ``second``."""
 
     def on_fisher(self, element: Tensor) -> Tensor | None:
-        """Return the element that moves a diagonal Fisher, None if the diagonal is not
-        enough.
+        """Return the element for a diagonal Fisher, None if the diagonal is not enough.
 
         Gradients move by the inverse transpose, and signs have no effect on their
         squares. Permutations move weights and squares alike.
@@ -61,27 +60,21 @@ class Action(Protocol):
         return element
 
     def moved(self, element: Tensor) -> Tensor:
-        """Return which of the ``units`` heads or neurons the element moves, bool
-        ``[units]``.
-        """
+        """Return which heads or neurons the element moves, bool ``[units]``."""
 
     def angle(self, element: Tensor) -> float:
         """Return the average angle of a rotation in degrees; 0 for other actions."""
         return 0.0
 
     def contains(self, element: Tensor) -> bool:
-        """Return whether a tensor is an element of this group, up to rounding in
-        float32.
-        """
+        """Return whether a tensor is an element, up to rounding in float32."""
 
 
 class Orders(Action):
-    """Orders of the last axis of an element, int64 of ``shape``; other axes are
-    batches.
-    """
+    """Orders of an element's last axis, int64 of ``shape``; other axes are batches."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """The shape of an element."""
         raise NotImplementedError
 
@@ -94,34 +87,36 @@ class Orders(Action):
 
     def random(self, generator: torch.Generator) -> Tensor:
         *batches, n = self.shape
-        orders = [
-            torch.randperm(n, generator=generator) for _ in range(math.prod(batches))
-        ]
+        count = math.prod(batches)
+        orders = [torch.randperm(n, generator=generator) for _ in range(count)]
         return torch.stack(orders).reshape(self.shape)
 
     def compose(self, second: Tensor, first: Tensor) -> Tensor:
         return first.gather(-1, second)
 
     def moved(self, element: Tensor) -> Tensor:
-        return (element.cpu() != torch.arange(self.shape[-1])).flatten()
+        return (element.cpu() != self._identity()).flatten()
 
     def contains(self, element: Tensor) -> bool:
-        right = element.dtype == torch.int64 and tuple(element.shape) == self.shape
-        return right and bool(
-            (element.sort().values.cpu() == torch.arange(self.shape[-1])).all()
-        )
+        if element.dtype != torch.int64 or element.shape != self.shape:
+            return False
+        return bool((element.sort().values.cpu() == self._identity()).all())
+
+    def _identity(self) -> Tensor:
+        return torch.arange(self.shape[-1])
 
 
 @dataclass(frozen=True)
 class Permutation(Orders):
-    """All orders of ``n`` equal blocks; element ``e`` is an index ``[n]``: block ``i``
-    was ``e[i]``.
+    """All orders of ``n`` equal blocks; element ``e`` is an index ``[n]``.
+
+    Block ``i`` was block ``e[i]``.
     """
 
     n: int
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return (self.n,)
 
     def act(
@@ -130,11 +125,8 @@ class Permutation(Orders):
         index = element.to(x.device)
         if x.shape[axis] == self.n:
             return x.index_select(axis, index)
-        return (
-            x.unflatten(axis, (self.n, -1))
-            .index_select(axis, index)
-            .flatten(axis, axis + 1)
-        )
+        blocks = x.unflatten(axis, (self.n, -1))
+        return blocks.index_select(axis, index).flatten(axis, axis + 1)
 
 
 @dataclass(frozen=True)
@@ -146,8 +138,7 @@ class HeadPermutation(Permutation):
 
 @dataclass(frozen=True)
 class QueryPermutation(Orders):
-    """The orders of the ``n`` query heads that share a key head, in each of ``groups``
-    groups.
+    """The orders of the ``n`` query heads that share a key head, in each group.
 
     Element ``e`` is ``[groups, n]``: head ``i`` of group ``g`` was its head ``e[g,
     i]``.
@@ -159,16 +150,15 @@ class QueryPermutation(Orders):
     n: int
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return (self.groups, self.n)
 
     def act(
         self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
     ) -> Tensor:
         first = self.n * torch.arange(self.groups, device=element.device)
-        return Permutation(self.units).act(
-            (first[:, None] + element).flatten(), x, axis
-        )
+        heads = (first[:, None] + element).flatten()
+        return Permutation(self.units).act(heads, x, axis)
 
 
 @dataclass(frozen=True)
@@ -191,8 +181,7 @@ class InsideHeads(Action):
 
 @dataclass(frozen=True)
 class HeadRotation(InsideHeads):
-    """``O(dim)`` in each of ``heads`` heads, reflections included; an element is
-    ``[heads, dim, dim]``.
+    """``O(dim)`` with reflections in each head; an element is ``[heads, dim, dim]``.
 
     Source: Zhang et al. 2025, Eq. 5 and Theorem 4.1 (orthogonal part of the head's
     symmetry).
@@ -211,22 +200,18 @@ class HeadRotation(InsideHeads):
             return (heads @ element.to(x).mT).transpose(0, 1).flatten(1)
         leading = x.movedim(axis, 0)
         blocks = leading.reshape(self.heads, -1, self.dim, leading[0].numel())
-        return (
-            (element.to(x).unsqueeze(1) @ blocks)
-            .reshape(leading.shape)
-            .movedim(0, axis)
-        )
+        rotated = element.to(x).unsqueeze(1) @ blocks
+        return rotated.reshape(leading.shape).movedim(0, axis)
 
     def inverse(self, element: Tensor) -> Tensor:
         return element.mT
 
     def random(self, generator: torch.Generator) -> Tensor:
         shape = (self.heads, self.dim, self.dim)
-        q, r = torch.linalg.qr(
-            torch.randn(shape, generator=generator, dtype=torch.float64)
-        )
+        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+        q, r = torch.linalg.qr(normal)
         # Without the signs of R's diagonal, Q would not be uniform on O(dim).
-        return q * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)
+        return q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
 
     def compose(self, second: Tensor, first: Tensor) -> Tensor:
         return second @ first
@@ -236,13 +221,10 @@ class HeadRotation(InsideHeads):
         return element.abs() if bool(ordered) else None
 
     def moved(self, element: Tensor) -> Tensor:
-        eye = torch.eye(self.dim, dtype=element.dtype, device=element.device)
-        return (element - eye).abs().amax(dim=(-2, -1)) > 1e-6
+        return _beyond_identity(element).amax(dim=(-2, -1)) > 1e-6
 
     def exponential(self, parameter: Tensor) -> Tensor:
-        """Return ``exp(X - X^T)``, a rotation, for any matrices ``X`` ``[heads, dim,
-        dim]``.
-        """
+        """Return a rotation ``exp(X - X^T)`` for any ``X``, ``[heads, dim, dim]``."""
         return torch.matrix_exp(parameter - parameter.mT)
 
     def angle(self, element: Tensor) -> float:
@@ -252,18 +234,18 @@ class HeadRotation(InsideHeads):
     def contains(self, element: Tensor) -> bool:
         if not is_real(element, (self.heads, self.dim, self.dim)):
             return False
-        eye = torch.eye(self.dim, dtype=torch.float64, device=element.device)
-        return bool(
-            ((element.double() @ element.double().mT - eye).abs() <= 1e-4).all()
-        )
+        wide = element.double()
+        return bool((_beyond_identity(wide @ wide.mT) <= 1e-4).all())
 
 
-def is_real(element: Tensor, shape: tuple[int, ...]) -> bool:
-    """Return whether a tensor has this shape and finite entries in float32 or
-    float64.
-    """
-    right = (
-        element.dtype in (torch.float32, torch.float64)
-        and tuple(element.shape) == shape
-    )
-    return right and bool(torch.isfinite(element).all())
+def _beyond_identity(matrices: Tensor) -> Tensor:
+    """Return the absolute differences to the identity."""
+    eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
+    return (matrices - eye).abs()
+
+
+def is_real(element: Tensor, shape: Shape) -> bool:
+    """Return whether a tensor has this shape and finite floating-point entries."""
+    if element.dtype not in (torch.float32, torch.float64) or element.shape != shape:
+        return False
+    return bool(torch.isfinite(element).all())

@@ -1,6 +1,4 @@
-"""``canonical``: redundant biases become 0, and gains of norms are folded into the next
-weights.
-"""
+"""``canonical``: redundant biases become 0, gains of norms go into the next weights."""
 
 from __future__ import annotations
 
@@ -12,11 +10,17 @@ from torch import Tensor
 from fedrot.errors import SymmetryError, UpdateError
 from fedrot.symmetry.groups import RedundantBias, Symmetry, check_symmetry
 from fedrot.symmetry.stream import Fold
-from fedrot.tensors import along_axis, check_update, compute_dtype, full_float32
+from fedrot.tensors import (
+    Tensors,
+    along_axis,
+    check_update,
+    compute_dtype,
+    full_float32,
+)
 
 
 @full_float32()
-def canonical(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> dict[str, Tensor]:
+def canonical(tensors: Tensors, symmetry: Symmetry) -> dict[str, Tensor]:
     """Return tensors of the same function in canonical form.
 
     * If the residual stream can be rotated (``symmetry.folds``), the gains of its norms
@@ -63,15 +67,15 @@ class CanonicalView(Mapping[str, Tensor]):
     For large models whose tensors are read once.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], symmetry: Symmetry) -> None:
+    def __init__(self, tensors: Tensors, symmetry: Symmetry) -> None:
         check_update(tensors, symmetry.shapes)
-        self._tensors, self._symmetry = tensors, symmetry
+        self._tensors = tensors
+        self._symmetry = symmetry
 
     def __getitem__(self, name: str) -> Tensor:
         part = self._symmetry.around([name])
-        return canonical({other: self._tensors[other] for other in part.shapes}, part)[
-            name
-        ]
+        connected = {other: self._tensors[other] for other in part.shapes}
+        return canonical(connected, part)[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -81,9 +85,7 @@ class CanonicalView(Mapping[str, Tensor]):
 
 
 def check_rotates(symmetry: Symmetry) -> None:
-    """Raise ``SymmetryError`` if tied tensors prevent a rotation of the residual
-    stream.
-    """
+    """Raise ``SymmetryError`` if tied tensors prevent a rotation of the stream."""
     if symmetry.rotated and symmetry.untied:
         names = " and ".join(f"'{name}'" for name in symmetry.untied[0])
         raise SymmetryError(
@@ -93,12 +95,10 @@ def check_rotates(symmetry: Symmetry) -> None:
         )
 
 
-def check_folded(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> None:
-    """Raise ``UpdateError`` if the symmetry rotates a stream and a gain of its norms is
-    not 1.
-    """
+def check_folded(tensors: Tensors, symmetry: Symmetry) -> None:
+    """Raise ``UpdateError`` if a gain of a stream that is rotated is not 1."""
     for fold in symmetry.folds if symmetry.rotates else ():
-        if not bool((tensors[fold.gain] == 1).all()):
+        if not _is_one(tensors[fold.gain]):
             raise UpdateError(
                 f"The norm '{fold.gain}' has a gain other than 1, so the residual "
                 "stream cannot be rotated. Fold the gains first: "
@@ -106,13 +106,17 @@ def check_folded(tensors: Mapping[str, Tensor], symmetry: Symmetry) -> None:
             )
 
 
+def _is_one(gain: Tensor) -> bool:
+    return bool((gain == 1).all())
+
+
 def _fold(out: dict[str, Tensor], fold: Fold) -> None:
-    """Fold a norm's gain into its readers' weights, and its bias into their biases if
-    all have one.
+    """Fold a norm's gain into its readers' weights.
+
+    Its bias is folded into their biases if all have one.
     """
-    if bool((out[fold.gain] == 1).all()) and not (
-        fold.bias and bool(out[fold.bias].any())
-    ):
+    biased = fold.bias != "" and bool(out[fold.bias].any())
+    if _is_one(out[fold.gain]) and not biased:
         return
     dtype = compute_dtype(out[fold.gain])
     gain = out[fold.gain].detach().to(dtype)
@@ -122,33 +126,30 @@ def _fold(out: dict[str, Tensor], fold: Fold) -> None:
         # The copy is changed in place, so that a large table is not in memory twice.
         wide = weight.to(compute_dtype(weight), copy=True)
         if bias is not None and fold.holds_bias:
-            own = out[reader.bias].detach()
+            old = out[reader.bias].detach()
             added = torch.tensordot(wide, bias.to(wide), dims=([reader.axis], [0]))
-            out[reader.bias] = (own.to(added.dtype) + added).to(own.dtype)
-        out[reader.weight] = wide.mul_(along_axis(gain, reader.axis, wide)).to(
-            weight.dtype
-        )
-    if bias is not None:
-        if not fold.holds_bias and bool(((gain == 0) & (bias != 0)).any()):
+            out[reader.bias] = (old.to(added.dtype) + added).to(old.dtype)
+        wide.mul_(along_axis(gain, reader.axis, wide))
+        out[reader.weight] = wide.to(weight.dtype)
+    if bias is not None and fold.holds_bias:
+        out[fold.bias] = torch.zeros_like(out[fold.bias])
+    elif bias is not None:
+        if bool(((gain == 0) & (bias != 0)).any()):
             raise UpdateError(
                 f"The gain of the norm '{fold.gain}' cannot be folded: a unit has a "
                 "bias and a gain of 0, and a layer that reads the norm has no bias. "
                 "Align with canonical=False."
             )
-        left = (
-            torch.zeros_like(bias)
-            if fold.holds_bias
-            else torch.where(gain == 0, 0, bias / gain)
-        )
+        # The readers multiply by the gain, so the bias is divided by it.
+        left = torch.where(gain == 0, 0, bias / gain)
         out[fold.bias] = left.to(out[fold.bias].dtype)
     out[fold.gain] = torch.ones_like(out[fold.gain])
 
 
 def _drop(out: dict[str, Tensor], redundant: RedundantBias) -> None:
-    """Set a redundant attention bias to 0, and add its effect to the output
-    projection's bias.
-    """
-    name, entries = redundant.bias.tensor, redundant.bias.slice
+    """Set a redundant bias to 0, and add its effect to the output projection's bias."""
+    name = redundant.bias.tensor
+    entries = redundant.bias.slice
     before = out[name]
     after = before.detach().clone()
     entries.write(after, 0, torch.zeros_like(entries.of(after, 0)))
@@ -163,9 +164,7 @@ def _drop(out: dict[str, Tensor], redundant: RedundantBias) -> None:
 
 
 def per_query(bias: Tensor, redundant: RedundantBias, size: int) -> Tensor:
-    """Return the constant that a value's bias adds to the ``size`` inputs of the output
-    projection.
-    """
+    """Return what a value's bias adds to ``size`` inputs of the output projection."""
     entries = redundant.bias.slice.of(bias, 0)
     by_head = entries.unflatten(0, (redundant.heads, -1))
     return by_head.repeat_interleave(size // len(entries), 0).flatten()

@@ -1,6 +1,4 @@
-"""A model's symmetry as data: ``Symmetry``, its groups, slots and slices, and moves by
-its elements.
-"""
+"""A model's symmetry as data: ``Symmetry``, its groups and slots, and their moves."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from torch import Tensor
 from fedrot.errors import SymmetryError
 from fedrot.symmetry.actions import Action
 from fedrot.symmetry.stream import Fold, StreamRotation
-from fedrot.tensors import Tensors, compute_dtype, full_float32
+from fedrot.tensors import Shape, Tensors, compute_dtype, full_float32
 
 #: The names of the parts of a model that can be moved, for ``AlignmentOptions`` and
 #: ``random_equivalent``. Plug-ins add theirs.
@@ -29,12 +27,15 @@ WHOLE_MODEL = ("residual", "output", "heads", "attention", "ffn")
 #: The ``layer`` of groups that belong to no single layer.
 NO_LAYER = -1
 
+#: Sets of names of tensors that share storage.
+Ties = tuple[tuple[str, ...], ...]
+
 
 @dataclass(frozen=True)
 class Slice:
-    """Entries of an axis: ``[start, stop)``, or only ``[low, high)`` of each block of
-    ``every`` entries.
+    """Entries of an axis: ``[start, stop)``.
 
+    With ``every``, only the entries ``[low, high)`` of each block of ``every`` entries.
     Blocks are for fused projections, which store queries, keys and values of each head
     together, and for partial rotary positions, which rotate the first entries of each
     head.
@@ -53,20 +54,17 @@ class Slice:
         return whole // self.every * (self.high - self.low) if self.every else whole
 
     def view(self, x: Tensor, axis: int) -> Tensor:
-        """Return the slice of ``x`` as a view, with two axes ``[blocks, high - low]``
-        for blocks.
-        """
-        found = x.narrow(axis, self.start, self.stop - self.start)
+        """Return the slice of ``x`` as a view, blocks as ``[blocks, high - low]``."""
+        whole = x.narrow(axis, self.start, self.stop - self.start)
         if not self.every:
-            return found
-        return found.unflatten(axis, (-1, self.every)).narrow(
-            axis + 1, self.low, self.high - self.low
-        )
+            return whole
+        blocks = whole.unflatten(axis, (-1, self.every))
+        return blocks.narrow(axis + 1, self.low, self.high - self.low)
 
     def of(self, x: Tensor, axis: int) -> Tensor:
         """Return the slice of ``x`` on one axis, as a view if possible."""
-        found = self.view(x, axis)
-        return found.flatten(axis, axis + 1) if self.every else found
+        view = self.view(x, axis)
+        return view.flatten(axis, axis + 1) if self.every else view
 
     def write(self, x: Tensor, axis: int, value: Tensor) -> None:
         """Replace the slice of ``x``, in place."""
@@ -106,15 +104,14 @@ class Slot:
         return self.slice.of(tensor, self.axis)
 
     def rows(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return this slice as a matrix ``[size, rest]`` of ``dtype``, as a view if
-        possible.
+        """Return this slice as a matrix ``[size, rest]``, as a view if possible.
 
         With ``experts`` it is ``[experts * size, rest]``.
         """
-        found = self.of(tensor).to(dtype)
+        entries = self.of(tensor).to(dtype)
         if self.experts:
-            return found.movedim(self.axis, 1).flatten(0, 1).flatten(1)
-        leading = found.movedim(self.axis, 0)
+            return entries.movedim(self.axis, 1).flatten(0, 1).flatten(1)
+        leading = entries.movedim(self.axis, 0)
         return leading.unsqueeze(1) if leading.ndim == 1 else leading.flatten(1)
 
 
@@ -158,11 +155,9 @@ class RedundantBias:
 
     @property
     def tensors(self) -> set[str]:
-        """The names of all tensors that are read or changed when the bias is
-        dropped.
-        """
-        read = {self.read.tensor} if self.read is not None else set()
-        return {self.bias.tensor, self.taken_up, *read} - {""}
+        """The names of all tensors that are read or changed when it is dropped."""
+        read = self.read.tensor if self.read is not None else ""
+        return {self.bias.tensor, self.taken_up, read} - {""}
 
 
 @dataclass(frozen=True)
@@ -187,8 +182,8 @@ class Symmetry:
     family: str
     layers: int
     groups: tuple[Group, ...] = field(repr=False)
-    shapes: dict[str, tuple[int, ...]] = field(repr=False)
-    tied: tuple[tuple[str, ...], ...] = ()
+    shapes: dict[str, Shape] = field(repr=False)
+    tied: Ties = ()
     refused: dict[str, str] = field(default_factory=dict)
     redundant_biases: tuple[RedundantBias, ...] = field(default=(), repr=False)
     folds: tuple[Fold, ...] = field(default=(), repr=False)
@@ -198,8 +193,7 @@ class Symmetry:
 
     @cached_property
     def rotated(self) -> Symmetry:
-        """The symmetry of canonical tensors: streams with folded norms are rotated, not
-        permuted.
+        """The symmetry of canonical tensors: streams with folded norms are rotated.
 
         Raises:
             SymmetryError: there is no such stream.
@@ -219,33 +213,29 @@ class Symmetry:
         for group in self.groups:
             if group.name in streams:
                 slots = tuple(slot for slot in group.slots if slot.tensor not in gains)
-                action = StreamRotation(
-                    1, slots[0].size, any(s.tensor in centred for s in slots)
-                )
+                keeps_ones = any(slot.tensor in centred for slot in slots)
+                action = StreamRotation(1, slots[0].size, keeps_ones)
                 group = replace(group, action=action, slots=slots)
             groups.append(group)
-        alike = (
-            tuple(n for n in names if n not in self.readers) for names in self.tied
-        )
+        # A weight that reads a norm is separate once the norm's gain is folded into it.
+        alike = (tuple(x for x in tie if x not in self.readers) for tie in self.tied)
         tied = tuple(names for names in alike if len(names) > 1)
         return replace(self, groups=tuple(groups), tied=tied, rotates=True)
 
     @property
     def can_rotate(self) -> bool:
-        """True if the model has a stream that can be rotated, and no tied tensors
-        prevent this.
-        """
+        """True if a stream can be rotated, and no tied tensors prevent this."""
         return bool(self.folds) and not self.untied
 
     @property
-    def untied(self) -> tuple[tuple[str, ...], ...]:
-        """The tied tensors that are separate in canonical form: embeddings that also
-        read a norm.
+    def untied(self) -> Ties:
+        """The tied tensors that are separate in canonical form.
+
+        They are embeddings that also read a norm.
         """
+        readers = self.readers
         return tuple(
-            names
-            for names in self.tied
-            if 0 < len(self.readers & {*names}) < len(names)
+            names for names in self.tied if 0 < len(readers & {*names}) < len(names)
         )
 
     @cached_property
@@ -256,19 +246,20 @@ class Symmetry:
         )
 
     def around(self, names: Collection[str]) -> Symmetry:
-        """Return the symmetry without groups that suffices for the canonical form of
-        some tensors.
+        """Return the symmetry, without groups, for the canonical form of some tensors.
 
         Its ``shapes`` are these tensors, and the tensors that folds and redundant
         biases connect to them.
         """
-        chosen, size = {*names}, -1
-        bound = [fold.tensors for fold in self.folds] + [
-            r.tensors for r in self.redundant_biases
-        ]
+        connections = [fold.tensors for fold in self.folds]
+        connections += [redundant.tensors for redundant in self.redundant_biases]
+        chosen = {*names}
+        size = -1
         while len(chosen) != size:
             size = len(chosen)
-            chosen = chosen.union(*(tensors for tensors in bound if tensors & chosen))
+            for connected in connections:
+                if connected & chosen:
+                    chosen |= connected
         return self.restricted(chosen)
 
     def restricted(
@@ -279,25 +270,23 @@ class Symmetry:
         ``names`` must contain all tensors of a fold or of a redundant bias, or none of
         them.
         """
+        biases = (x for x in self.redundant_biases if x.bias.tensor in names)
+        folds = (fold for fold in self.folds if fold.gain in names)
+        centred = (place for place in self.centred if place[0] in names)
         return replace(
             self,
             groups=groups,
-            shapes={
-                name: shape for name, shape in self.shapes.items() if name in names
-            },
+            shapes={name: self.shapes[name] for name in self.shapes if name in names},
             tied=(),
-            redundant_biases=tuple(
-                r for r in self.redundant_biases if r.bias.tensor in names
-            ),
-            folds=tuple(fold for fold in self.folds if fold.gain in names),
-            centred=tuple(place for place in self.centred if place[0] in names),
+            redundant_biases=tuple(biases),
+            folds=tuple(folds),
+            centred=tuple(centred),
         )
 
     def select(
         self, parts: Sequence[str], layers: tuple[int, ...] | None = None
     ) -> tuple[Group, ...]:
-        """Return the groups of the given parts and layers (all layers if None), in
-        order.
+        """Return the groups of parts and layers (all layers if None), in order.
 
         Groups of the whole model are selected by part only.
 
@@ -310,18 +299,14 @@ class Symmetry:
                     f"Part '{part}' cannot be moved: {self.refused[part]} Leave "
                     f"'{part}' out of the parts."
                 )
-        return tuple(
-            group
-            for group in self.groups
-            if group.part in parts
-            and (layers is None or group.layer in (NO_LAYER, *layers))
-        )
+        groups = tuple(group for group in self.groups if group.part in parts)
+        if layers is None:
+            return groups
+        return tuple(group for group in groups if group.layer in (NO_LAYER, *layers))
 
 
 def check_symmetry(symmetry: object) -> None:
-    """Raise ``SymmetryError`` if the argument is not a ``Symmetry`` (a configuration,
-    for example).
-    """
+    """Raise ``SymmetryError`` if the argument, such as a configuration, is none."""
     if not isinstance(symmetry, Symmetry):
         raise SymmetryError(
             f"The symmetry is a {type(symmetry).__name__}; build it first with "
@@ -342,14 +327,11 @@ class Move:
         return Move(self.group, self.group.action.inverse(self.element))
 
     def on(self, tensor: Tensor, slot: Slot) -> Tensor:
-        """Return a contiguous copy of a tensor with one slot moved, in the same
-        dtype.
-        """
+        """Return a contiguous copy of a tensor with one slot moved, in its dtype."""
         element = self.element.abs() if slot.unsigned else self.element
         part = slot.of(tensor.detach()).to(compute_dtype(tensor))
-        moved = self.group.action.act(element, part, slot.axis, slot.contravariant).to(
-            tensor.dtype
-        )
+        act = self.group.action.act
+        moved = act(element, part, slot.axis, slot.contravariant).to(tensor.dtype)
         if slot.size == tensor.shape[slot.axis]:
             return moved.contiguous()
         out = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -359,9 +341,7 @@ class Move:
 
 @full_float32()
 def apply_moves(tensors: Tensors, moves: Iterable[Move]) -> dict[str, Tensor]:
-    """Return a new dictionary with the moves applied in order; untouched tensors are
-    shared.
-    """
+    """Return the tensors with the moves applied in order; untouched ones are shared."""
     out = dict(tensors)
     with torch.no_grad():
         for move in moves:

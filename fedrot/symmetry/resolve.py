@@ -1,6 +1,4 @@
-"""``resolve``: the ``Symmetry`` of a model from its family's description and its
-tensors.
-"""
+"""``resolve``: a model's ``Symmetry`` from its family's description and its tensors."""
 
 from __future__ import annotations
 
@@ -8,13 +6,12 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedrot.errors import SymmetryError
-from fedrot.symmetry.describe.family import Family
+from fedrot.symmetry.describe.family import Config, Family
 from fedrot.symmetry.describe.layers import Block
 from fedrot.symmetry.describe.spaces import (
     Axes,
@@ -24,13 +21,20 @@ from fedrot.symmetry.describe.spaces import (
     space_of,
     spaces_of,
 )
-from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot, Symmetry
+from fedrot.symmetry.groups import (
+    NO_LAYER,
+    Group,
+    Slice,
+    Slot,
+    Symmetry,
+    Ties,
+)
 from fedrot.symmetry.signs import SignedPermutation
 from fedrot.symmetry.stream import Fold, folds_of, without_mean
-from fedrot.tensors import unusable
+from fedrot.tensors import Shapes, Tensors, unusable
 
 #: A state dict, or the shapes of one.
-TensorsOrShapes = Mapping[str, Tensor] | Mapping[str, Sequence[int]]
+TensorsOrShapes = Tensors | Mapping[str, Sequence[int]]
 
 #: Prefix for a tensor outside the encoder whose module has the name of a module of the
 #: encoder. No family has this prefix, so the tensor is not in the description.
@@ -60,115 +64,111 @@ def resolve(
             "model.state_dict()."
         )
     for name, tensor in tensors.items():
+        # Shapes are enough, so tensors without values are accepted here.
         on_meta = isinstance(tensor, Tensor) and tensor.is_meta
-        if why := "" if on_meta else unusable(tensor):
+        why = unusable(tensor)
+        if why and not on_meta:
             raise SymmetryError(f"The tensor '{name}' {why}.")
     family = family_of(settings, families, next(iter(tensors), None))
-    shapes = {name: tuple(getattr(t, "shape", t)) for name, t in tensors.items()}
+    shapes = {name: tuple(getattr(x, "shape", x)) for name, x in tensors.items()}
     unwrapped = _unwrapped(shapes)
     prefix = _prefix(family, unwrapped, families)
     names = _without_prefix(unwrapped, prefix, family.encoder)
-    body, task_heads = _described(family, settings, names)
-    layers = 1 + max((group.layer for group in body.groups), default=NO_LAYER)
+    body, outside = _described(family, settings, names)
+    layers = body.layers
     moved = [slot.tensor for group in body.groups for slot in group.slots]
-    for name in moved + [
-        redundant.taken_up for redundant in body.redundant_biases if redundant.taken_up
-    ]:
+    moved += [bias.taken_up for bias in body.redundant_biases if bias.taken_up]
+    for name in moved:
         if name not in names:
             raise SymmetryError(
                 f"The tensor '{prefix}{name}' of family '{family.name}' is missing. "
                 f"Pass the complete state dict of a model with {layers} layers."
             )
-    unplaced = [
-        name for name in names if name not in body.axes and name not in task_heads
-    ]
+    described = merged(body.axes, outside)
+    unplaced = [name for name in names if name not in described]
+    stacks = tuple(f"{stack}." for stack in family.stacks)
     for name in unplaced:
-        if name.startswith(tuple(f"{stack}." for stack in family.stacks)):
+        if name.startswith(stacks):
             raise SymmetryError(_unplaced(names[name], family, families))
-    missing = [
-        name for name in body.axes if name not in names and not name.endswith(".bias")
-    ]
+    absent = (name for name in body.axes if name not in names)
+    # Biases are optional: many configurations leave them out.
+    missing = [name for name in absent if not name.endswith(".bias")]
     inside = _renamed(body, names)
-    heads = {names[name]: axes for name, axes in task_heads.items() if name in names}
+    heads = _axes_in(outside, names)
     across, refused = _across_layers(inside.axes, heads, shapes, family.spaces)
     refused |= body.refused
     refused |= _refusals([names[name] for name in unplaced], missing)
-    groups = (*(group for group in across if group.part not in refused), *inside.groups)
-    folds, centred, unfolded = _foldable(
-        groups, merged(inside.axes, heads), inside.norms
-    )
+    allowed = (group for group in across if group.part not in refused)
+    groups = (*allowed, *inside.groups)
+    axes = merged(inside.axes, heads)
+    folds, centred, unfolded = _foldable(groups, axes, inside.norms)
     _check_slots(groups, tensors, shapes, family)
     tied = tied_tensors(tensors)
     _check_ties(groups, tied, family)
-    biases = inside.redundant_biases
     return Symmetry(
         family.name,
         layers,
         groups,
         shapes,
-        tied,
-        refused,
-        biases,
-        folds,
-        centred,
-        unfolded,
+        tied=tied,
+        refused=refused,
+        redundant_biases=inside.redundant_biases,
+        folds=folds,
+        centred=centred,
+        unfolded=unfolded,
     )
 
 
 def _foldable(
     groups: Sequence[Group], axes: Axes, norms: Mapping[str, tuple[str, ...]]
 ) -> tuple[tuple[Fold, ...], tuple[tuple[str, int], ...], dict[str, str]]:
-    """Return the norms to fold, the axes to centre, and the other streams with the
-    reason.
-    """
+    """Return the norms to fold, the axes to centre, and why other streams have none."""
     folds: list[Fold] = []
     centred: list[tuple[str, int]] = []
     unfolded: dict[str, str] = {}
-    for group in (group for group in groups if group.part == "residual"):
-        found = folds_of(group.name, axes, norms)
-        if isinstance(found, str):
-            unfolded[group.name] = found
+    for group in groups:
+        if group.part != "residual":
             continue
-        folds += found
+        norms_or_reason = folds_of(group.name, axes, norms)
+        if isinstance(norms_or_reason, str):
+            unfolded[group.name] = norms_or_reason
+            continue
+        folds += norms_or_reason
+        # Under RMSNorm, signs may move; it does not remove the mean.
         if not isinstance(group.action, SignedPermutation):
             places = ((slot.tensor, slot.axis) for slot in group.slots)
-            centred += without_mean(places, found)
+            centred += without_mean(places, norms_or_reason)
     return tuple(folds), tuple(centred), unfolded
 
 
+def _axes_in(axes: Axes, names: Mapping[str, str]) -> Axes:
+    """Return the axes of the tensors that the model has, by the model's names."""
+    return {names[name]: spaces for name, spaces in axes.items() if name in names}
+
+
 def _renamed(body: Block, names: Mapping[str, str]) -> Block:
-    """Return the body with the model's names of tensors, without tensors that the model
-    lacks.
-    """
+    """Return the body with the model's names, without tensors that the model lacks."""
 
     def real(slot: Slot) -> Slot:
         return replace(slot, tensor=names[slot.tensor])
 
-    return replace(
-        body,
-        groups=tuple(replace(g, slots=tuple(map(real, g.slots))) for g in body.groups),
-        axes={names[name]: axes for name, axes in body.axes.items() if name in names},
-        redundant_biases=tuple(
-            replace(
-                r,
-                bias=real(r.bias),
-                read=r.read and real(r.read),
-                taken_up=names.get(r.taken_up, ""),
-            )
-            for r in body.redundant_biases
-        ),
-        norms={
-            names[f"{module}.weight"]: tuple(
-                names[weight] for weight in weights if weight in names
-            )
-            for module, weights in body.norms.items()
-            if f"{module}.weight" in names
-        },
-    )
+    groups = (replace(g, slots=tuple(map(real, g.slots))) for g in body.groups)
+    biases = []
+    for bias in body.redundant_biases:
+        read = bias.read and real(bias.read)
+        taken_up = names.get(bias.taken_up, "")
+        biases.append(replace(bias, bias=real(bias.bias), read=read, taken_up=taken_up))
+    norms = {}
+    for module, weights in body.norms.items():
+        gain = names.get(f"{module}.weight")
+        if gain is not None:
+            norms[gain] = tuple(names[name] for name in weights if name in names)
+    axes = _axes_in(body.axes, names)
+    return Block(tuple(groups), axes, tuple(biases), norms=norms)
 
 
 def _described(
-    family: Family, settings: Mapping[str, Any], names: Collection[str]
+    family: Family, settings: Config, names: Collection[str]
 ) -> tuple[Block, Axes]:
     try:
         return family.describe(settings, names)
@@ -187,37 +187,32 @@ def _described(
 
 
 def _across_layers(
-    body: Axes,
-    task_heads: Axes,
-    shapes: Mapping[str, tuple[int, ...]],
-    spaces: Mapping[str, Space],
+    body: Axes, task_heads: Axes, shapes: Shapes, spaces: Mapping[str, Space]
 ) -> tuple[list[Group], dict[str, str]]:
-    """Return a group for every space that may be moved, and the parts that are
-    refused.
-    """
+    """Return a group for every space that may be moved, and the refused parts."""
     axes_of = merged(body, task_heads)
     streams = spaces_of(body)
-    slots: dict[str, list[Slot]] = {}
+    slots: dict[str, list[Slot]] = defaultdict(list)
     refused: dict[str, str] = {}
     for name, axes in axes_of.items():
         shape = shapes[name]
         fits = len(axes) == len(shape)
         for axis, entry in enumerate(axes if fits else ()):
-            if entry is not None:
-                space = space_of(entry)
-                found = slots.setdefault(space, [])
-                whole = Slice(0, shape[axis])
-                found.append(Slot(name, axis, whole, unsigned=entry.startswith("|")))
-                fits = fits and whole == found[0].slice
+            if entry is None:
+                continue
+            members = slots[space_of(entry)]
+            whole = Slice(0, shape[axis])
+            members.append(Slot(name, axis, whole, unsigned=entry.startswith("|")))
+            fits &= whole == members[0].slice
         if not fits:
             reason = (
                 f"the tensor '{name}' of shape {list(shape)} does not fit other "
                 "tensors."
             )
             refused = {"residual": reason, "output": reason}
-    ends = read_to_the_end(
-        {n: axes for n, axes in axes_of.items() if n in task_heads or axes[0]}
-    )
+    # A layer of the body without a space on its outputs is inside a block.
+    writing = {name: axes for name, axes in body.items() if axes[0]}
+    ends = read_to_the_end(merged(writing, task_heads))
     if not streams <= ends:
         refused.setdefault(
             "residual",
@@ -225,17 +220,16 @@ def _across_layers(
             "output; describe the model together with its task head.",
         )
     groups = []
-    for space in (space for space in slots if space in ends):
-        part = "residual" if space in streams else "output"
-        action = spaces.get(space, Space()).action(slots[space][0].size)
-        groups.append(Group(space, NO_LAYER, part, action, tuple(slots[space])))
+    for space, members in slots.items():
+        if space in ends:
+            part = "residual" if space in streams else "output"
+            action = spaces.get(space, Space()).action(members[0].size)
+            groups.append(Group(space, NO_LAYER, part, action, tuple(members)))
     return groups, refused
 
 
 def _refusals(unplaced: Sequence[str], missing: Sequence[str]) -> dict[str, str]:
-    """Return the parts across layers that cannot be moved because of these tensors,
-    with the reason.
-    """
+    """Return why parts across layers cannot be moved because of these tensors."""
     if unplaced:
         reason = (
             f"the tensor '{unplaced[0]}' ({len(unplaced)} in all) is not in the "
@@ -249,7 +243,7 @@ def _refusals(unplaced: Sequence[str], missing: Sequence[str]) -> dict[str, str]
     return {}
 
 
-def settings_of(config: object) -> Mapping[str, Any]:
+def settings_of(config: object) -> Config:
     """Return a transformers configuration, or a dictionary, as a dictionary."""
     to_dict = getattr(config, "to_dict", None)
     settings = to_dict() if callable(to_dict) else config
@@ -262,9 +256,7 @@ def settings_of(config: object) -> Mapping[str, Any]:
 
 
 def family_of(
-    settings: Mapping[str, Any],
-    families: Sequence[Family],
-    first_tensor: str | None = None,
+    settings: Config, families: Sequence[Family], first_tensor: str | None = None
 ) -> Family:
     """Return the family of ``model_type``; raise ``SymmetryError`` if there is none."""
     model_type = settings.get("model_type")
@@ -274,11 +266,12 @@ def family_of(
     unplaced = f" First tensor: '{first_tensor}'." if first_tensor else ""
     raise SymmetryError(
         f"The architecture '{model_type}' is not supported (config key 'model_type'); "
-        f"supported: {_supported(families)}.{unplaced}"
+        f"supported: {', '.join(model_types(families))}.{unplaced}"
     )
 
 
-def _unwrapped(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+def _unwrapped(shapes: Shapes) -> dict[str, str]:
+    """Return the model's names by the names without the pieces of wrappers."""
     names: dict[str, str] = {}
     for name in shapes:
         if _ADAPTERS.search(name):
@@ -301,16 +294,17 @@ def _unwrapped(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
 def _without_prefix(
     names: Mapping[str, str], prefix: str, encoder: Collection[str]
 ) -> dict[str, str]:
-    """Return the model's names by the family's names, which have no prefix such as
-    ``bert.``.
-    """
+    """Return the model's names by the family's, which have no prefix ``bert.``."""
     outer = prefix.rstrip(".").rpartition(".")[0]
-    found = {}
+    real_names = {}
     for name, real in names.items():
-        short = name.removeprefix(prefix if name.startswith(prefix) else f"{outer}.")
-        beside = not name.startswith(prefix) and short.partition(".")[0] in encoder
-        found[f"{_BESIDE}{short}" if beside else short] = real
-    return found
+        short = name.removeprefix(prefix)
+        if not name.startswith(prefix):
+            short = name.removeprefix(f"{outer}.")
+            if short.partition(".")[0] in encoder:
+                short = _BESIDE + short
+        real_names[short] = real
+    return real_names
 
 
 def _prefix(
@@ -319,50 +313,49 @@ def _prefix(
     """Return the prefix of the names of the family's stacks."""
     stacks = "|".join(map(re.escape, family.stacks))
     layer = re.compile(rf"((?:.+\.)?)(?:{stacks})\.\d+\.")
-    found = sorted({match.group(1) for name in names if (match := layer.match(name))})
-    if not found:
+    matches = filter(None, map(layer.match, names))
+    prefixes = sorted({match.group(1) for match in matches})
+    if not prefixes:
         first = next(iter(names.values()), "(no tensors)")
         raise SymmetryError(
             f"No tensor lies under '{family.stacks[0]}.0'. "
             f"{_unplaced(first, family, families)}"
         )
-    if len(found) > 1:
+    if len(prefixes) > 1:
         raise SymmetryError(
             f"Several stacks of family '{family.name}' were found, under the prefixes "
-            f"{found}. Describe one model at a time."
+            f"{prefixes}. Describe one model at a time."
         )
-    return found[0]
+    return prefixes[0]
 
 
 def _unplaced(name: str, family: Family, families: Sequence[Family]) -> str:
     return (
         f"The tensor '{name}' has no place in family '{family.name}', so moving other "
-        f"tensors could change the model's function. Supported: {_supported(families)}."
+        "tensors could change the model's function. Supported: "
+        f"{', '.join(model_types(families))}."
     )
 
 
-def _supported(families: Sequence[Family]) -> str:
-    return ", ".join(name for family in families for name in family.model_types)
+def model_types(families: Sequence[Family]) -> tuple[str, ...]:
+    """Return the ``model_type`` names of families."""
+    return tuple(name for family in families for name in family.model_types)
 
 
 def _check_slots(
-    groups: tuple[Group, ...],
-    tensors: TensorsOrShapes,
-    shapes: Mapping[str, tuple[int, ...]],
-    family: Family,
+    groups: Sequence[Group], tensors: TensorsOrShapes, shapes: Shapes, family: Family
 ) -> None:
-    """Raise ``SymmetryError`` if a tensor has a dtype that cannot be moved, or another
-    size.
-    """
+    """Raise ``SymmetryError`` if a tensor has another size or is quantised."""
     ends: dict[tuple[str, int], int] = defaultdict(int)
     for slot in (slot for group in groups for slot in group.slots):
-        t, key = tensors[slot.tensor], (slot.tensor, slot.axis)
-        ends[key] = max(ends[key], slot.slice.stop)
-        if isinstance(t, Tensor) and t.dtype not in _MOVABLE:
+        place = (slot.tensor, slot.axis)
+        ends[place] = max(ends[place], slot.slice.stop)
+        tensor = tensors[slot.tensor]
+        if isinstance(tensor, Tensor) and tensor.dtype not in _MOVABLE:
             raise SymmetryError(
-                f"The tensor '{slot.tensor}' is {t.dtype}: quantised weights cannot be "
-                "moved. Load the model without quantisation, or dequantise it "
-                "(transformers: model.dequantize())."
+                f"The tensor '{slot.tensor}' is {tensor.dtype}: quantised weights "
+                "cannot be moved. Load the model without quantisation, or dequantise "
+                "it (transformers: model.dequantize())."
             )
     for (name, axis), end in ends.items():
         shape = shapes[name]
@@ -374,21 +367,17 @@ def _check_slots(
             )
 
 
-def tied_tensors(tensors: TensorsOrShapes) -> tuple[tuple[str, ...], ...]:
+def tied_tensors(tensors: TensorsOrShapes) -> Ties:
     """Return the sets of names whose tensors share storage; empty for shapes."""
     places: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    for name, t in tensors.items():
-        if isinstance(t, Tensor) and t.device.type != "meta" and t.numel():
-            places[(t.data_ptr(), t.dtype, tuple(t.shape), t.stride())].append(name)
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and not x.is_meta and x.numel():
+            places[x.data_ptr(), x.dtype, tuple(x.shape), x.stride()].append(name)
     return tuple(tuple(names) for names in places.values() if len(names) > 1)
 
 
-def _check_ties(
-    groups: tuple[Group, ...], tied: tuple[tuple[str, ...], ...], family: Family
-) -> None:
-    """Raise ``SymmetryError`` if tensors that share storage would be moved
-    differently.
-    """
+def _check_ties(groups: Sequence[Group], tied: Ties, family: Family) -> None:
+    """Raise ``SymmetryError`` if tensors that share storage would move differently."""
     moves: dict[str, set[object]] = defaultdict(set)
     for group in groups:
         for slot in group.slots:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedrot.symmetry.actions import InsideHeads, is_real
+from fedrot.tensors import Shape
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,25 @@ class _Rotary(InsideHeads):
 
     def joined(self, pairs: Tensor, shape: torch.Size) -> Tensor:
         """Return rows of a shape; the inverse of ``pairs``."""
-        return (pairs.transpose(2, 3) if self.interleaved else pairs).reshape(shape)
+        if self.interleaved:
+            pairs = pairs.transpose(2, 3)
+        return pairs.reshape(shape)
+
+    def act(
+        self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
+    ) -> Tensor:
+        leading = x.movedim(axis, 0)
+        moved = self._on_pairs(element, self.pairs(leading))
+        return self.joined(moved, leading.shape).movedim(0, axis)
+
+    def _on_pairs(self, element: Tensor, pairs: Tensor) -> Tensor:
+        """Return pairs that an element has moved."""
+        raise NotImplementedError
+
+    @property
+    def frequencies(self) -> Shape:
+        """The shape of an element: a number for each frequency of each head."""
+        return (self.heads, self.dim // 2)
 
 
 @dataclass(frozen=True)
@@ -48,26 +67,19 @@ class RotaryPhases(_Rotary):
     def free(self) -> int:
         return self.heads * self.dim // 2
 
-    def act(
-        self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
-    ) -> Tensor:
-        leading = x.movedim(axis, 0)
-        first, second = self.pairs(leading).unbind(2)
-        cos, sin = (
-            part.to(x)[:, None, :, None] for part in (element.cos(), element.sin())
-        )
-        turned = torch.stack(
-            [cos * first - sin * second, sin * first + cos * second], 2
-        )
-        return self.joined(turned, leading.shape).movedim(0, axis)
+    def _on_pairs(self, element: Tensor, pairs: Tensor) -> Tensor:
+        first, second = pairs.unbind(2)
+        cos = element.cos().to(pairs)[:, None, :, None]
+        sin = element.sin().to(pairs)[:, None, :, None]
+        turned = [cos * first - sin * second, sin * first + cos * second]
+        return torch.stack(turned, 2)
 
     def inverse(self, element: Tensor) -> Tensor:
         return -element
 
     def random(self, generator: torch.Generator) -> Tensor:
-        uniform = torch.rand(
-            self.heads, self.dim // 2, generator=generator, dtype=torch.float64
-        )
+        shape = self.frequencies
+        uniform = torch.rand(shape, generator=generator, dtype=torch.float64)
         return torch.pi * (2 * uniform - 1)
 
     def compose(self, second: Tensor, first: Tensor) -> Tensor:
@@ -84,7 +96,7 @@ class RotaryPhases(_Rotary):
         return float(torch.rad2deg(self._turns(element)).mean())
 
     def contains(self, element: Tensor) -> bool:
-        return is_real(element, (self.heads, self.dim // 2))
+        return is_real(element, self.frequencies)
 
     def _turns(self, element: Tensor) -> Tensor:
         """Return angles between 0 and pi."""
@@ -93,27 +105,20 @@ class RotaryPhases(_Rotary):
 
 @dataclass(frozen=True)
 class RotarySigns(_Rotary):
-    """One sign for each rotary frequency of ``heads`` key heads, ``[heads, dim / 2]``
-    of 1 and -1.
+    """One sign for each rotary frequency of a key head, ``[heads, dim / 2]``.
 
     If queries and keys pass a norm with gains, no other ``RotaryPhases`` preserve the
     function.
     """
 
-    def act(
-        self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
-    ) -> Tensor:
-        leading = x.movedim(axis, 0)
-        pairs = self.pairs(leading) * element.to(x)[:, None, None, :, None]
-        return self.joined(pairs, leading.shape).movedim(0, axis)
+    def _on_pairs(self, element: Tensor, pairs: Tensor) -> Tensor:
+        return pairs * element.to(pairs)[:, None, None, :, None]
 
     def inverse(self, element: Tensor) -> Tensor:
         return element
 
     def random(self, generator: torch.Generator) -> Tensor:
-        return (
-            2 * torch.randint(2, (self.heads, self.dim // 2), generator=generator) - 1
-        )
+        return 2 * torch.randint(2, self.frequencies, generator=generator) - 1
 
     def compose(self, second: Tensor, first: Tensor) -> Tensor:
         return second * first
@@ -125,8 +130,6 @@ class RotarySigns(_Rotary):
         return (element < 0).any(1)
 
     def contains(self, element: Tensor) -> bool:
-        right = element.dtype == torch.int64 and tuple(element.shape) == (
-            self.heads,
-            self.dim // 2,
-        )
-        return right and bool((element.abs() == 1).all())
+        if element.dtype != torch.int64 or element.shape != self.frequencies:
+            return False
+        return bool((element.abs() == 1).all())

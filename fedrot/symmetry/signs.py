@@ -12,8 +12,9 @@ from fedrot.tensors import along_axis
 
 
 class SignedOrders(Orders):
-    """Orders and signs: unit ``i`` was ``sign(e[i])`` times unit ``|e[i]| - 1``, an
-    index from 1.
+    """Orders and signs; entries ``e[i]`` of an element are indices from 1, with signs.
+
+    Unit ``i`` was ``sign(e[i])`` times unit ``|e[i]| - 1``.
     """
 
     def inverse(self, element: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""Rotations of the residual stream of pre-norm models, and the norms that must be
-folded before.
+"""Rotations of the residual stream of pre-norm models, and the norms to fold before.
 
 Every block reads the stream through a norm, and the skip path has no gain. If the gains
 are folded into the weights that read the norms, any orthogonal ``Q`` may rotate the
@@ -23,8 +22,7 @@ from fedrot.symmetry.describe.spaces import Axes, read
 
 @dataclass(frozen=True)
 class StreamRotation(HeadRotation):
-    """``O(dim)`` on the residual stream; with ``centred``, its elements that keep the
-    vector of ones.
+    """``O(dim)`` on the residual stream; with ``centred``, what keeps the ones' vector.
 
     An element is ``[1, dim, dim]``; ``heads`` is 1. Under LayerNorm the stream is
     ``centred``.
@@ -44,9 +42,9 @@ class StreamRotation(HeadRotation):
             return super().random(generator)
         inside = HeadRotation(1, self.dim - 1).random(generator)[0]
         basis = centred_basis(self.dim)
-        return (
-            torch.full_like(basis @ basis.mT, 1 / self.dim) + basis @ inside @ basis.mT
-        )[None]
+        rotated = basis @ inside @ basis.mT
+        # The projection on the vector of ones, which stays.
+        return (torch.full_like(rotated, 1 / self.dim) + rotated)[None]
 
     def exponential(self, parameter: Tensor) -> Tensor:
         skew = parameter - parameter.mT
@@ -56,21 +54,17 @@ class StreamRotation(HeadRotation):
         return torch.matrix_exp(skew)
 
     def contains(self, element: Tensor) -> bool:
-        if not super().contains(element):
-            return False
-        return not self.centred or bool(
-            ((element.double().sum(-1) - 1).abs() <= 1e-4).all()
-        )
+        rotation = super().contains(element)
+        if not (rotation and self.centred):
+            return rotation
+        return bool(((element.double().sum(-1) - 1).abs() <= 1e-4).all())
 
 
 def centred_basis(dim: int) -> Tensor:
-    """Return an orthonormal basis of the vectors without mean, float64 ``[dim, dim -
-    1]``.
-    """
-    ones = torch.ones(dim, 1, dtype=torch.float64)
-    return torch.linalg.qr(
-        torch.cat([ones, torch.eye(dim, dtype=torch.float64)[:, 1:]], 1)
-    )[0][:, 1:]
+    """Return a basis of the vectors without mean, orthonormal ``[dim, dim - 1]``."""
+    vectors = torch.eye(dim, dtype=torch.float64)
+    vectors[:, 0] = 1
+    return torch.linalg.qr(vectors).Q[:, 1:]
 
 
 @dataclass(frozen=True)
@@ -106,16 +100,14 @@ class Fold:
     @property
     def tensors(self) -> set[str]:
         """The names of all tensors that folding changes."""
-        read_by = {
-            name for reader in self.readers for name in (reader.weight, reader.bias)
-        }
-        return {self.gain, self.bias, *read_by} - {""}
+        names = {self.gain, self.bias}
+        for reader in self.readers:
+            names |= {reader.weight, reader.bias}
+        return names - {""}
 
     @property
     def holds_bias(self) -> bool:
-        """True if all readers have a bias, so that the norm's bias can be folded into
-        them.
-        """
+        """True if all readers have a bias, which can hold the norm's bias."""
         return all(reader.bias for reader in self.readers)
 
 
@@ -130,10 +122,9 @@ def folds_of(
             all other weights read.
     """
     entry = read(space)
-    reading = {
-        name: entries.index(entry) for name, entries in axes.items() if entry in entries
-    }
-    gains = [name for name, entries in axes.items() if f"|{space}|" in entries]
+    items = axes.items()
+    reading = {name: spaces.index(entry) for name, spaces in items if entry in spaces}
+    gains = [name for name, spaces in items if f"|{space}|" in spaces]
     if not gains:
         return "no norm reads it"
     for gain in gains:
@@ -142,9 +133,9 @@ def folds_of(
                 f"the gain '{gain}' acts on the stream itself or on the output of a "
                 "block"
             )
-    both = next((name for name in reading if space in axes[name]), None)
-    if both is not None:
-        return f"'{both}' reads the stream and writes it"
+    for name in reading:
+        if space in axes[name]:
+            return f"'{name}' reads the stream and writes it"
     claimed = {name for gain in gains for name in norms[gain]}
     rest = tuple(name for name in reading if name not in claimed)
     last = [gain for gain in gains if not norms[gain]]
@@ -154,26 +145,21 @@ def folds_of(
     def reader(name: str) -> NormReader:
         return NormReader(name, reading[name], _bias_beside(name, axes))
 
-    return tuple(
-        Fold(
-            space,
-            gain,
-            _bias_beside(gain, axes),
-            tuple(map(reader, norms[gain] or rest)),
-        )
-        for gain in gains
-    )
+    folds = []
+    for gain in gains:
+        readers = tuple(map(reader, norms[gain] or rest))
+        folds.append(Fold(space, gain, _bias_beside(gain, axes), readers))
+    return tuple(folds)
 
 
 def without_mean(
     places: Iterable[tuple[str, int]], folds: Sequence[Fold]
 ) -> Iterator[tuple[str, int]]:
-    """Yield the places on a stream under LayerNorm, as tensor and axis, that may be
-    centred.
+    """Yield the places on a stream under LayerNorm that may be centred.
 
-    Weights that write the stream may be centred, because LayerNorm removes the mean of
-    its input. Weights that read the norm may be centred if its bias is folded: its
-    output then has mean 0.
+    A place is a tensor's name and an axis. Weights that write the stream may be
+    centred, because LayerNorm removes the mean of its input. Weights that read the norm
+    may be centred if its bias is folded: its output then has mean 0.
     """
     kept = {name for fold in folds for name in (fold.gain, fold.bias)}
     for fold in folds:

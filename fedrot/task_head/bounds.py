@@ -5,30 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fedrot.symmetry import FAMILIES
+from fedrot.symmetry.describe.task_heads import AfterNorm, AfterTanh
 from fedrot.symmetry.resolve import settings_of
 from fedrot.tensors import Tensors
 
-#: What precedes the task head, by ``model_type``, and the end of its name: a layer
-#: whose output goes through tanh, or a norm.
-_TANH = {
-    **dict.fromkeys(("bert", "albert"), ("pooler.dense", "pooler")),
-    **dict.fromkeys(
-        ("roberta", "xlm-roberta", "camembert", "mpnet"), ("classifier.dense",)
-    ),
-    **dict.fromkeys(("bart", "t5"), ("classification_head.dense",)),
-}
-_NORMS = {
-    **{"vit": "vit.layernorm", "gpt2": "transformer.ln_f"},
-    **dict.fromkeys(("llama", "mistral", "qwen2", "phi3"), "model.norm"),
-}
-
 
 def largest_inputs(config: object, tensors: Tensors, task_head: str) -> Tensor | None:
-    """Return the largest absolute value that each input of a task head can have,
-    float64 ``[inputs]``.
+    """Return the largest absolute value that each input of a task head can have.
 
-    1 after tanh; ``|g| sqrt(d) + |b|`` after a norm of ``d`` units with gain ``g`` and
-    bias ``b``. None for other models, and if other layers stand before the head.
+    float64 ``[inputs]``: 1 after tanh; ``|g| sqrt(d) + |b|`` after a norm of ``d``
+    units with gain ``g`` and bias ``b``. None if the model's family has no bound, or
+    if other layers stand before the head.
 
     Args:
         config: a transformers configuration, or its dictionary.
@@ -37,12 +25,20 @@ def largest_inputs(config: object, tensors: Tensors, task_head: str) -> Tensor |
 
     Example: ``largest_inputs(model.config, model.state_dict(), "classifier")``
     """
-    names, kind = list(tensors), str(settings_of(config).get("model_type"))
-    before = names[names.index(f"{task_head}.weight") - 1].rpartition(".")[0]
-    size = tensors[f"{task_head}.weight"].shape[1]
-    if before.endswith(_TANH.get(kind, ())):
-        return torch.ones(size, dtype=torch.float64)
-    if before != _NORMS.get(kind):
-        return None
-    bias = tensors.get(f"{before}.bias", torch.zeros(()))
-    return tensors[f"{before}.weight"].double().abs() * size**0.5 + bias.double().abs()
+    model_type = settings_of(config).get("model_type")
+    names = list(tensors)
+    weight = f"{task_head}.weight"
+    size = tensors[weight].shape[1]
+    # A state dict lists layers in the order of the forward pass.
+    before = names[names.index(weight) - 1].rpartition(".")[0]
+    for family in FAMILIES:
+        if model_type not in family.model_types:
+            continue
+        match family.features_of(model_type):
+            case AfterTanh(layer) if before.endswith(layer):
+                return torch.ones(size, dtype=torch.float64)
+            case AfterNorm(norm) if before == norm:
+                gain = tensors[f"{norm}.weight"].double().abs() * size**0.5
+                bias = tensors.get(f"{norm}.bias", torch.zeros(()))
+                return gain + bias.double().abs()
+    return None

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fedrot.alignment.align import align, alignment_of
-from fedrot.alignment.learning import loss_of
+from fedrot.alignment.learning import learn_alignment, loss_of
 from fedrot.collect.activations import Activations, Moments, collect_activations
 from fedrot.collect.random_inputs import random_inputs
 from fedrot.options import AlignmentOptions
@@ -22,7 +22,7 @@ from fedrot.symmetry import WHOLE_MODEL, Symmetry
 from fedrot.symmetry.canonical import canonical, check_rotates
 from reproductions.barriers.invalid_controls import ignore_heads
 from reproductions.ensemble import with_state
-from reproductions.learning import LearningOptions, learn_alignment
+from reproductions.learning import LearningOptions
 
 State = dict[str, Tensor]
 #: Batches of a training step: the models' inputs, and ``labels``.

@@ -43,7 +43,7 @@ def run(
     """
     from transformers import BertModel
 
-    from fedrot.simulations.models import loading, source_of
+    from fedrot.simulations.pretrained import loading, source_of
     from reproductions.heads.cell import load
     from reproductions.heads.federation import Federation
     from reproductions.heads.rounds import play

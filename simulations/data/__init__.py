@@ -1,4 +1,7 @@
 """Data sets: sources, texts, images, encodings, and partitions among clients."""
 
 #: Names of the texts in the package, and of scikit-learn's images.
-BUNDLED, DIGITS = "goemotions_ekman", "digits"
+BUNDLED = "goemotions_ekman"
+DIGITS = "digits"
+#: Label of tokens that are not predicted.
+IGNORED = -100

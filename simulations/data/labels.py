@@ -1,12 +1,10 @@
-"""Data sets in memory: their labels, and the division of rows into training and
-held-out ones.
-"""
+"""Data sets in memory: their labels, and their training and held-out rows."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import groupby
@@ -18,7 +16,8 @@ import pyarrow as pa
 import pyarrow.types as types
 
 from fedrot.simulations.data.read import Content, Source, listed, refuse, refuse_rows
-from fedrot.simulations.experiment import Experiment
+from fedrot.simulations.scenario import Scenario
+from fedrot.simulations.tasks.registry import TASKS
 
 Kind: TypeAlias = Literal["single", "multi", "regression"]
 METRICS_OF_KIND: Mapping[Kind, tuple[str, ...]] = {
@@ -26,12 +25,15 @@ METRICS_OF_KIND: Mapping[Kind, tuple[str, ...]] = {
     "multi": ("macro_f1", "micro_f1", "accuracy"),
     "regression": ("pearson", "spearman"),
 }
-#: Without splits, one in this number of rows is held out. Seeds of this division and of
-#: limits.
-HELD_OUT_SHARE, SPLIT_SEED, LIMIT_SEED = 5, 0, 0
+#: Without splits, one in this number of rows is held out.
+HELD_OUT_SHARE = 5
+#: Seeds of this division, and of limits.
+SPLIT_SEED = 0
+LIMIT_SEED = 0
 #: Numbers as Python writes them; variation selectors and other letters without a shape.
 _INTEGER = re.compile("0|-?[1-9][0-9]{0,999}")
 _SHAPELESS = re.compile("[\ufe00-\ufe0f\u034f\u115f\u1160\u3164\uffa0]")
+Reader: TypeAlias = "Callable[[Rows], Sequence[Sequence[Any]]]"
 LABEL: Content = (
     "label",
     ("label", "labels", "target", "class"),
@@ -91,8 +93,10 @@ class DataSet:
 
 
 class Rows(NamedTuple):
-    """Rows of a table: its origin, their numbers there from 1, and their labels as in
-    ``Split``.
+    """Rows of a table.
+
+    Attributes: the table's origin, the rows' numbers there from 1, and their labels as
+    in ``Split``.
     """
 
     where: str
@@ -102,7 +106,10 @@ class Rows(NamedTuple):
 
     def take(self, rows: np.ndarray) -> Rows:
         return Rows(
-            self.where, self.table.take(rows), self.numbers[rows], self.labels[rows]
+            self.where,
+            self.table.take(rows),
+            self.numbers[rows],
+            self.labels[rows],
         )
 
 
@@ -111,7 +118,7 @@ def clean(text: object) -> str:
     return unicodedata.normalize("NFC", str(text)).strip()
 
 
-def label_columns(source: Source, experiment: Experiment) -> tuple[str, ...]:
+def label_columns(source: Source, scenario: Scenario) -> tuple[str, ...]:
     """Return the label column, or without one the boolean columns, one for each label.
 
     With ``label_kind="multi"``, columns of 0 and 1, or of the texts true and false, are
@@ -119,32 +126,37 @@ def label_columns(source: Source, experiment: Experiment) -> tuple[str, ...]:
     ``DataError``.
     """
 
-    def boolean(column: pa.ChunkedArray) -> bool:
-        if experiment.label_kind != "multi" or types.is_nested(column.type):
-            return types.is_boolean(column.type)
-        found = {str(value).lower() for value in column.unique().to_pylist()}
-        return found <= {"0", "1", "false", "true", "none"}
+    def boolean(name: str) -> bool:
+        columns = [table[name] for table in source.tables.values()]
+        if scenario.label_kind == "multi":
+            return all(map(_as_booleans, columns))
+        return all(types.is_boolean(column.type) for column in columns)
 
-    if experiment.label_column is None and not set(LABEL[1]) & set(source.columns):
-        tables = source.tables.values()
-        booleans = [
-            name
-            for name in source.columns
-            if all(boolean(table[name]) for table in tables)
-        ]
+    if scenario.label_column is None and not set(LABEL[1]) & set(source.columns):
+        booleans = [*filter(boolean, source.columns)]
         if len(booleans) >= 2:
             return tuple(source.column(LABEL, name) for name in booleans)
-        if experiment.task in ("mlm", "clm"):
+        if not TASKS[scenario.task].uses_labels:
             return ()
-    return (source.column(LABEL, experiment.label_column),)
+    return (source.column(LABEL, scenario.label_column),)
+
+
+def _as_booleans(column: pa.ChunkedArray) -> bool:
+    """Return whether all values can be read as true or false."""
+    if types.is_nested(column.type):
+        return False
+    for value in column.unique().to_pylist():
+        if str(value).lower() not in ("0", "1", "false", "true", "none"):
+            return False
+    return True
 
 
 def labelled(
     source: Source,
-    experiment: Experiment,
+    scenario: Scenario,
     columns: Sequence[str],
     inputs: Sequence[str],
-    read: Callable[[Rows], Sequence[Sequence[Any]]],
+    read: Reader,
 ) -> DataSet:
     """Read the labels of complete columns, divide the rows, and read their inputs.
 
@@ -153,108 +165,129 @@ def labelled(
     held out, always the same rows; without classes (not one column, scores, or no value
     twice), one in five of all rows. Limits change no classes. Raises ``DataError``.
     """
-    asked, several = experiment.label_kind, len(columns) > 1
+    wanted = scenario.label_kind
+    several = len(columns) > 1
     first = next(iter(source.tables.values()))
-    types_ = [first.schema.field(name).type for name in columns]
-    fractions = any(
-        types.is_floating(t) or (types.is_decimal(t) and t.scale > 0) for t in types_
-    )
-    scores = not several and (asked == "regression" or (not asked and fractions))
-    parts = [
-        Rows(
-            where,
-            table,
-            np.arange(len(table)) + 1,
-            _read(where, table, columns, scores),
-        )
-        for where, table in source.tables.items()
-    ]
+    scores = False
+    if not several:
+        fractional = any(_fractional(first[name].type) for name in columns)
+        scores = fractional if wanted == "" else wanted == "regression"
+    parts = []
+    for where, table in source.tables.items():
+        numbers = np.arange(len(table)) + 1
+        labels = _read(where, table, columns, scores)
+        parts.append(Rows(where, table, numbers, labels))
     if len(parts) == 1 and "split" in first.column_names:
         parts = _by_column(parts[0])
-    labels = np.concatenate([rows.labels for rows in parts])
-    kind: Kind = "regression" if scores else "single"
-    names, alike = ("score",) if scores else tuple(columns), ""
-    if several:
-        if asked == "multi" or (labels.sum(axis=1) != 1).any():
-            kind = "multi"
-        labels = (
-            labels.argmax(axis=1) if kind == "single" else labels.astype(np.float32)
-        )
-    elif not scores:
-        names, labels, alike = _classes(source, listed(columns), parts)
-    if columns and asked and asked != kind:
-        advice = (
-            "single needs one class in each row, multi a column of 0 and 1 for each "
-            "label"
-        )
+    labels = np.concatenate([part.labels for part in parts])
+    ends = np.cumsum([len(part.labels) for part in parts])
+    kind: Kind = "single"
+    names = tuple(columns)
+    alike = ""
+    if scores:
+        kind = "regression"
+        names = ("score",)
+    elif not several:
+        names, labels, alike = _classes(source, listed(columns), parts, labels)
+    elif wanted == "multi" or (labels.sum(axis=1) != 1).any():
+        kind = "multi"
+        labels = labels.astype(np.float32)
+    else:
+        labels = labels.argmax(axis=1)
+    if columns and wanted not in ("", kind):
         refuse(
             f"label column {listed(columns)}",
-            f"holds labels of the kind {kind}, no {asked}",
-            advice,
+            f"holds labels of the kind {kind}, no {wanted}",
+            "single needs one class in each row, multi a column of 0 and 1 for each "
+            "label",
         )
-    ends = np.cumsum([len(rows.labels) for rows in parts])
-    parts = [
-        r._replace(labels=own)
-        for r, own in zip(parts, np.split(labels, ends), strict=False)
-    ]
-    parts, note = (
-        (parts, "")
-        if len(parts) > 1
-        else _drawn(parts[0], kind == "single" and not several)
-    )
-    limits, used = (
-        (experiment.train_limit, experiment.test_limit),
-        {*columns, *inputs, "split"},
-    )
-    splits = []
-    for rows, limit in zip(parts, limits, strict=True):
-        if not (size := len(rows.labels)):
-            refuse(
-                rows.where, "has no rows", "check the file or choose another data set"
-            )
-        if limit is not None and limit < size:
-            rows = rows.take(
-                np.random.default_rng(LIMIT_SEED).permutation(size)[:limit]
-            )
-        others = [name for name in rows.table.column_names if name not in used]
-        splits.append(
-            Split(rows.labels, rows.table.select(others).to_pydict(), *read(rows))
+    for place, of_part in enumerate(np.split(labels, ends[:-1])):
+        parts[place] = parts[place]._replace(labels=of_part)
+    note = ""
+    if len(parts) == 1:
+        by_class = kind == "single" and not several
+        parts, note = _drawn(parts[0], by_class)
+    notes = [source.said, note]
+    if TASKS[scenario.task].classifies:
+        notes.append(
+            f"Labels: {kind}, {listed(names)} (--set label_kind: single, multi or "
+            f"regression).{alike}"
         )
-    said = (
-        f"Labels: {kind}, {listed(names)} (--set label_kind: single, multi or "
-        f"regression).{alike}"
-    )
-    spoken = said if experiment.task in ("classification", "image") else ""
-    said = " ".join(filter(None, (source.said, note, spoken)))
+    train, test = parts
+    used = {*columns, *inputs, "split"}
+    train_split = _split(train, scenario.train_limit, used, read)
+    test_split = _split(test, scenario.test_limit, used, read)
     return DataSet(
-        experiment.data, kind, names, METRICS_OF_KIND[kind], splits[0], splits[1], said
+        scenario.data,
+        kind,
+        names,
+        METRICS_OF_KIND[kind],
+        train_split,
+        test_split,
+        " ".join(filter(None, notes)),
     )
+
+
+def _fractional(kind: pa.DataType) -> bool:
+    if types.is_decimal(kind):
+        return kind.scale > 0
+    return types.is_floating(kind)
+
+
+def _split(
+    rows: Rows,
+    limit: int | None,
+    used: Collection[str],
+    read: Reader,
+) -> Split:
+    """Return at most ``limit`` rows, with inputs, and columns that are not used."""
+    size = len(rows.labels)
+    if not size:
+        refuse(
+            rows.where,
+            "has no rows",
+            "check the file or choose another data set",
+        )
+    if limit is not None and limit < size:
+        order = np.random.default_rng(LIMIT_SEED).permutation(size)
+        rows = rows.take(order[:limit])
+    others = [name for name in rows.table.column_names if name not in used]
+    columns = rows.table.select(others).to_pydict()
+    return Split(rows.labels, columns, *read(rows))
 
 
 def _read(
-    where: str, table: pa.Table, columns: Sequence[str], scores: bool
+    where: str,
+    table: pa.Table,
+    columns: Sequence[str],
+    scores: bool,
 ) -> np.ndarray:
-    """Return scores, booleans of several columns ``[rows, columns]``, or the names of
-    classes.
+    """Return scores, names of classes, or the booleans of several columns.
+
+    Booleans are ``[rows, columns]``.
     """
     if len(columns) > 1:
-        flags = [
-            [str(cell).lower() in ("1", "true") for cell in table[c].to_pylist()]
-            for c in columns
-        ]
+        flags = []
+        for name in columns:
+            texts = map(str, table[name].to_pylist())
+            flags.append([text.lower() in ("1", "true") for text in texts])
         return np.array(flags, dtype=bool).T
-    cells = table[columns[0]].to_pylist() if columns else ["all"] * len(table)
+    # Without label columns, all rows are of one class.
+    cells = ["all"] * len(table)
+    if columns:
+        cells = table[columns[0]].to_pylist()
     where = f"{where}: label column {listed(map(repr, columns))}"
     if scores:
         with np.errstate(over="ignore"):
-            read = pd.to_numeric(pd.Series(cells, dtype=object), errors="coerce")
-            numbers = read.to_numpy(np.float32)
+            values = pd.to_numeric(pd.Series(cells, dtype=object), errors="coerce")
+            numbers = values.to_numpy(np.float32)
         refuse_rows(where, "no number of float32", ~np.isfinite(numbers))
         return numbers
+    # Rows are many and classes are few: each class is cleaned once.
     named = {cell: _name(cell) for cell in set(cells)}
-    texts = np.array([named[cell] for cell in cells], dtype=object)
-    refuse_rows(where, "no class (a text in UTF-8, or a whole number)", texts == "")
-    return texts
+    names = np.array([named[cell] for cell in cells], dtype=object)
+    refuse_rows(where, "no class (a text in UTF-8, or a whole number)", names == "")
+    return names
 
 
 def _name(value: Any) -> str:
@@ -262,7 +295,8 @@ def _name(value: Any) -> str:
     try:
         text = clean(value.decode() if isinstance(value, bytes) else value)
         if isinstance(value, float | Decimal):
-            text = str(int(value)) if value == int(value) else ""
+            whole = int(value)
+            text = str(whole) if value == whole else ""
     except (ValueError, OverflowError):  # no UTF-8, not finite
         return ""
     return text if _seen(text) else ""
@@ -270,78 +304,94 @@ def _name(value: Any) -> str:
 
 def _seen(text: str) -> str:
     """Return a text in lower case without spaces and characters that are not seen."""
-    seen = (
-        c for c in text if unicodedata.category(c) not in ("Cc", "Cf", "Zs", "Zl", "Zp")
-    )
+    unseen = ("Cc", "Cf", "Zs", "Zl", "Zp")
+    seen = [letter for letter in text if unicodedata.category(letter) not in unseen]
     return _SHAPELESS.sub("", clean("".join(seen).casefold()))
 
 
 def _classes(
-    source: Source, column: str, parts: list[Rows]
+    source: Source,
+    column: str,
+    parts: Sequence[Rows],
+    labels: np.ndarray,
 ) -> tuple[tuple[str, ...], np.ndarray, str]:
     """Return the names of classes, the classes of the rows, and what looks alike."""
-    every = [label for rows in parts for label in rows.labels]
+    values = set(labels)
     # Texts such as 00012 or 1.10 are no numbers.
-    whole = all(map(_INTEGER.fullmatch, set(every)))
-    values = sorted(set(every), key=int if whole else None)
-    names = {value: value for value in values}
-    if declared := source.class_names.get(column, ()):
+    whole = all(map(_INTEGER.fullmatch, values))
+    order = sorted(values, key=int if whole else None)
+    names = dict(zip(order, order, strict=True))
+    declared = source.class_names.get(column, ())
+    if declared:
         names = {str(number): name for number, name in enumerate(declared)}
         for rows in parts:
-            what = f"labels without a name in the column {column!r}, such as -1,"
-            refuse_rows(rows.where, what, [label not in names for label in rows.labels])
-    elif whole and all("label_name" in rows.table.column_names for rows in parts):
-        given = [
-            clean(name)
-            for rows in parts
-            for name in rows.table["label_name"].to_pylist()
-        ]
-        first = dict(
-            zip(reversed(every), reversed(given), strict=True)
-        )  # training rows come first
-        names = {value: first[value] for value in values}
-    said = ""
-    for _, alike in groupby(sorted(names.values(), key=_seen), _seen):
-        if len(same := [*map(repr, alike)]) > 1:
-            said += (
-                f" The classes {listed(same)} differ only in case, spaces or unseen "
+            refuse_rows(
+                rows.where,
+                f"labels without a name in the column {column!r}, such as -1,",
+                [label not in names for label in rows.labels],
             )
-            said += "characters."
-    number = {value: index for index, value in enumerate(names)}
-    return (
-        tuple(names.values()),
-        np.array([number[label] for label in every], dtype=np.int64),
-        said,
-    )
+    elif whole and all("label_name" in rows.table.column_names for rows in parts):
+        # The first row of a class names it, and training rows come first.
+        for rows in reversed(parts):
+            texts = rows.table["label_name"].to_pylist()
+            for label, text in zip(rows.labels[::-1], texts[::-1], strict=True):
+                names[label] = clean(text)
+    alike = ""
+    for _, group in groupby(sorted(names.values(), key=_seen), _seen):
+        same = [*map(repr, group)]
+        if len(same) > 1:
+            alike += (
+                f" The classes {listed(same)} differ only in case, spaces or unseen "
+                "characters."
+            )
+    numbers = pd.Index([*names], dtype=object).get_indexer(labels)
+    return tuple(names.values()), numbers, alike
 
 
 def _by_column(rows: Rows) -> list[Rows]:
-    splits = np.array([clean(cell) for cell in rows.table["split"].to_pylist()])
-    held_out = next((split for split in ("test", "validation") if split in splits), "")
-    if "train" not in splits or not held_out or {"", "None"} & {*splits}:
-        what = f"has {listed(sorted(set(splits)))}"
-        advice = "it needs 'train' and 'test' or 'validation', and a value in each row"
-        refuse(f"the 'split' column of {rows.where}", what, advice)
-    return [rows.take(np.flatnonzero(splits == split)) for split in ("train", held_out)]
+    cells = rows.table["split"].to_pylist()
+    splits = np.array([*map(clean, cells)])
+    known = set(splits)
+    held_out = "test" if "test" in known else "validation"
+    if not known >= {"train", held_out} or known & {"", "None"}:
+        refuse(
+            f"the 'split' column of {rows.where}",
+            f"has {listed(sorted(known))}",
+            "it needs 'train' and 'test' or 'validation', and a value in each row",
+        )
+    train = rows.take(np.flatnonzero(splits == "train"))
+    test = rows.take(np.flatnonzero(splits == held_out))
+    return [train, test]
 
 
 def _drawn(rows: Rows, by_class: bool) -> tuple[list[Rows], str]:
     """Return training and held-out rows, and a sentence about the division."""
     size = len(rows.labels)
-    by_class = by_class and len(np.unique(rows.labels)) < size
-    classes = rows.labels if by_class else np.zeros(size, dtype=np.int64)
+    classes = np.zeros(size, dtype=np.int64)
+    # Labels that occur once are no classes to divide.
+    if by_class and len(np.unique(rows.labels)) < size:
+        classes = rows.labels
     rng = np.random.default_rng(SPLIT_SEED)
     held_out = np.zeros(size, dtype=bool)
     order = np.argsort(classes, kind="stable")
-    for drawn in np.split(order, np.flatnonzero(np.diff(classes[order])) + 1):
-        held_out[rng.permutation(drawn)[: round(len(drawn) / HELD_OUT_SHARE)]] = True
-    share = (
-        "one in "
-        f"{HELD_OUT_SHARE}{' of each class' if len(np.unique(classes)) > 1 else ''}"
-    )
+    ends = np.flatnonzero(np.diff(classes[order])) + 1
+    for members in np.split(order, ends):
+        drawn = rng.permutation(members)
+        count = round(len(drawn) / HELD_OUT_SHARE)
+        held_out[drawn[:count]] = True
+    share = f"one in {HELD_OUT_SHARE}"
+    if len(ends):
+        share += " of each class"
     if not held_out.any():
-        what = f"has {size} rows, too few to hold {share} out"
-        refuse(rows.where, what, "give a training and a test split, or more rows")
-    how = f"{held_out.sum()} are held out, {share}, drawn with seed {SPLIT_SEED}"
-    note = f"{rows.where} has no splits: of {size} rows {how}."
-    return [rows.take(np.flatnonzero(mask)) for mask in (~held_out, held_out)], note
+        refuse(
+            rows.where,
+            f"has {size} rows, too few to hold {share} out",
+            "give a training and a test split, or more rows",
+        )
+    note = (
+        f"{rows.where} has no splits: of {size} rows {held_out.sum()} are held out, "
+        f"{share}, drawn with seed {SPLIT_SEED}."
+    )
+    train = rows.take(np.flatnonzero(~held_out))
+    test = rows.take(np.flatnonzero(held_out))
+    return [train, test], note

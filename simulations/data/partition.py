@@ -23,20 +23,20 @@ SPECS = (
     "column:NAME"
 )
 
-#: Largest range of scores that are rounded to integers. Wider ranges have ``WIDE_BINS``
-#: equal intervals.
-MOST_BINS, WIDE_BINS = 1000, 10
+#: Largest range of scores that are rounded to integers.
+MOST_BINS = 1000
+#: Number of equal intervals of wider ranges.
+WIDE_BINS = 10
 
 
 class PartitionError(FedrotError):
-    """A partition is unknown, impossible for these rows, or leaves a client without
-    rows.
-    """
+    """A partition is unknown, impossible, or leaves a client without rows."""
 
 
 def parse_partition(spec: str) -> tuple[str, Any]:
-    """Read a partition such as ``dirichlet:0.5``: its kind and parameter; raises
-    ``PartitionError``.
+    """Return kind and parameter of a partition such as ``dirichlet:0.5``.
+
+    Raises ``PartitionError``.
     """
     kind, _, value = spec.strip().partition(":")
     if kind not in KINDS or (kind == "iid") != (value == ""):
@@ -47,23 +47,28 @@ def parse_partition(spec: str) -> tuple[str, Any]:
         number = float(value)
     except ValueError:
         number = math.nan
-    fits = {"keyclass": number <= 1, "pathological": number % 1 == 0}.get(kind, True)
-    if not (0 < number < math.inf and fits):
+    fits = 0 < number < math.inf
+    if kind == "keyclass":
+        fits = 0 < number <= 1
+    elif kind == "pathological":
+        fits = fits and number % 1 == 0
+    if not fits:
         raise PartitionError(
             f"partition {spec!r}: {value!r} is no such number; choose from {SPECS}"
         )
-    return kind, int(number) if kind == "pathological" else number
+    if kind == "pathological":
+        return kind, int(number)
+    return kind, number
 
 
 def split_clients(
-    split_labels: npt.NDArray[Any],
+    split_labels: np.ndarray,
     columns: Mapping[str, Sequence[object]],
     partition: str,
     clients: int,
     seed: int,
 ) -> list[Rows]:
-    """Divide the rows of a split among ``clients``; the same seed gives the same
-    division.
+    """Divide the rows of a split among ``clients``, always alike for a seed.
 
     * ``iid``: a random division into equal parts.
     * ``dirichlet:ALPHA``: each class is divided in Dirichlet(ALPHA) proportions.
@@ -91,28 +96,36 @@ def split_clients(
         raise PartitionError(
             f"{rows} rows cannot be divided among {clients} clients; give 1 to {rows}"
         )
-    (kind, value), (keys, _) = parse_partition(partition), partition_keys(split_labels)
+    kind, value = parse_partition(partition)
+    keys, _ = partition_keys(split_labels)
     if kind == "iid":
-        parts = np.array_split(np.random.default_rng(seed).permutation(rows), clients)
+        order = np.random.default_rng(seed).permutation(rows)
+        parts = np.array_split(order, clients)
     elif kind == "column":
         parts = _column_rows(value, columns, clients)
     elif kind == "keyclass":
         parts = _key_class_rows(keys, value, clients, seed)
     else:
-        parts = _flower_rows(kind, value, keys, clients, seed)
+        parts = _flower_rows(
+            kind,
+            value,
+            keys,
+            clients,
+            seed,
+        )
     if not all(map(len, parts)):
-        what = f"partition {partition}: of {clients} clients one would have no rows"
         raise PartitionError(
-            f"{what}; use fewer clients, more rows or a less uneven partition"
+            f"partition {partition}: of {clients} clients one would have no rows; use "
+            "fewer clients, more rows or a less uneven partition"
         )
     return [np.sort(np.asarray(part, dtype=np.int64)) for part in parts]
 
 
 def partition_keys(
-    labels: npt.NDArray[Any], names: Sequence[str] = ()
+    labels: np.ndarray,
+    names: Sequence[str] = (),
 ) -> tuple[Rows, tuple[str, ...]]:
-    """Return the class by which each row is divided, int64 ``[n]``, from 0; and the
-    classes' names.
+    """Return the class by which each row is divided, int64 ``[n]``, and all names.
 
     Single label: the label. Multi-label: the first label that is 1, or the number of
     labels ("none") if none is; unknown labels (NaN) are not 1. Regression: the score
@@ -121,57 +134,81 @@ def partition_keys(
     """
     names = tuple(names)
     if labels.ndim == 2:
-        one = (labels > 0).any(axis=1)
-        keys = np.where(one, (labels > 0).argmax(axis=1), labels.shape[1])
-        return keys.astype(np.int64), names if one.all() else (*names, "none")
+        positive = labels > 0
+        labelled = positive.any(axis=1)
+        keys = np.where(labelled, positive.argmax(axis=1), labels.shape[1])
+        if not labelled.all():
+            names += ("none",)
+        return keys.astype(np.int64), names
     if not np.issubdtype(labels.dtype, np.floating):
         return labels.astype(np.int64), names
-    low, high = float(labels.min(initial=0)), float(labels.max(initial=0))
+    low = float(labels.min(initial=0))
+    high = float(labels.max(initial=0))
     if high - low > MOST_BINS:
         edges = np.linspace(float(labels.min()), high, WIDE_BINS + 1)
-        names = tuple(f"{a:g} to {b:g}" for a, b in itertools.pairwise(edges))
-        return np.searchsorted(edges[1:-1], labels, side="right").astype(
-            np.int64
-        ), names
+        names = ()
+        for lower, upper in itertools.pairwise(edges):
+            names += (f"{lower:g} to {upper:g}",)
+        keys = np.searchsorted(edges[1:-1], labels, side="right")
+        return keys.astype(np.int64), names
     bins = np.rint(labels).astype(np.int64)
     first = int(bins.min(initial=0))
-    return bins - first, tuple(map(str, range(first, int(bins.max(initial=first)) + 1)))
+    last = int(bins.max(initial=first))
+    names = tuple(map(str, range(first, last + 1)))
+    return bins - first, names
 
 
 def _flower_rows(
-    kind: str, value: float, keys: Rows, clients: int, seed: int
+    kind: str,
+    value: Any,
+    keys: Rows,
+    clients: int,
+    seed: int,
 ) -> list[Rows]:
     from datasets import Dataset
-    from flwr_datasets import partitioner as flower
+    from flwr_datasets.partitioner import (
+        DirichletPartitioner,
+        PathologicalPartitioner,
+    )
 
-    how: Any = {"shuffle": False, "seed": seed}
+    partitioner: Any
     if kind == "dirichlet":
-        chosen: Any = flower.DirichletPartitioner(
-            clients, "key", value, min_partition_size=1, **how
+        partitioner = DirichletPartitioner(
+            clients,
+            "key",
+            value,
+            min_partition_size=1,
+            shuffle=False,
+            seed=seed,
         )
     else:
-        chosen = flower.PathologicalPartitioner(
-            clients, "key", value, "first-deterministic", **how
+        partitioner = PathologicalPartitioner(
+            clients,
+            "key",
+            value,
+            "first-deterministic",
+            shuffle=False,
+            seed=seed,
         )
-    chosen.dataset = Dataset.from_dict({"row": np.arange(len(keys)), "key": keys})
+    rows = np.arange(len(keys))
+    partitioner.dataset = Dataset.from_dict({"row": rows, "key": keys})
     try:
         # Flower warns of retried draws and dropped classes, which are part of the
         # definitions. Its progress bar would disturb the caller's output.
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
-            parts = [chosen.load_partition(client) for client in range(clients)]
+            parts = [*map(partitioner.load_partition, range(clients))]
     except ValueError as error:
         raise PartitionError(
             f"{kind}:{value}, {clients} clients: {error} Use fewer clients."
         ) from error
-    return [
-        np.asarray(part.with_format("numpy")["row"][:], dtype=np.int64)
-        for part in parts
-    ]
+    return [part.with_format("numpy")["row"][:] for part in parts]
 
 
 def _column_rows(
-    column: str, columns: Mapping[str, Sequence[object]], clients: int
+    column: str,
+    columns: Mapping[str, Sequence[object]],
+    clients: int,
 ) -> list[Rows]:
     values = columns.get(column, ())
     names, which = np.unique([*map(str, values)], return_inverse=True)
@@ -181,20 +218,25 @@ def _column_rows(
             "missing values; use fewer clients, or another column of "
             f"{', '.join(columns)}"
         )
-    parts = np.split(
-        np.argsort(which, kind="stable"), np.cumsum(np.bincount(which))[:-1]
-    )
+    order = np.argsort(which, kind="stable")
+    ends = np.cumsum(np.bincount(which))
+    parts = np.split(order, ends[:-1])
     if len(parts) == clients:
         return parts
     groups: list[list[Rows]] = [[] for _ in range(clients)]
     for part in sorted(parts, key=len, reverse=True):
-        min(groups, key=lambda group: sum(map(len, group))).append(part)
-    return [np.concatenate(group) for group in groups]
+        smallest = min(groups, key=lambda group: sum(map(len, group)))
+        smallest.append(part)
+    return [*map(np.concatenate, groups)]
 
 
-def _key_class_rows(keys: Rows, fraction: float, clients: int, seed: int) -> list[Rows]:
-    """RegMean's key-class split (Jin et al., ICLR 2023, appendix), for any number of
-    clients.
+def _key_class_rows(
+    keys: Rows,
+    fraction: float,
+    clients: int,
+    seed: int,
+) -> list[Rows]:
+    """RegMean's key-class split (Jin et al., ICLR 2023), for any number of clients.
 
     Client k has key class k mod C of the C present classes. The clients of a key class
     share ``fraction`` of its rows evenly; none gets more of them than an equal part of
@@ -204,51 +246,58 @@ def _key_class_rows(keys: Rows, fraction: float, clients: int, seed: int) -> lis
     """
     rng = np.random.default_rng(seed)
     present, classes = np.unique(keys, return_inverse=True)
-    rows_of = [
-        rng.permutation(np.flatnonzero(classes == c)) for c in range(len(present))
-    ]
+    rows_of = []
+    for number in range(len(present)):
+        rows = np.flatnonzero(classes == number)
+        rows_of.append(rng.permutation(rows))
     key_of = np.arange(clients) % len(present)
-    own = np.arange(len(present))[:, None] == key_of[None, :]
+    numbers = np.arange(len(present))
+    holds = numbers[:, None] == key_of
     room = np.full(clients, len(keys) // clients)
     room[: len(keys) % clients] += 1
 
-    counts = np.zeros((len(present), clients), dtype=np.int64)
-    for c in range(min(len(present), clients)):
-        holders = np.flatnonzero(own[c])
-        share = round(fraction * len(rows_of[c]))
-        wanted = share // len(holders) + (
-            np.arange(len(holders)) < share % len(holders)
-        )
-        counts[c, holders] = np.minimum(wanted, room[holders])
-    rest = np.array([len(rows) for rows in rows_of]) - counts.sum(axis=1)
-    counts += _deal(rest, room - counts.sum(axis=0), own, rng)
-    cuts = counts.cumsum(axis=1)[:, :-1]
-    pieces = [np.split(rows, cut) for rows, cut in zip(rows_of, cuts, strict=True)]
-    return [
-        np.concatenate([piece[client] for piece in pieces]) for client in range(clients)
-    ]
+    counts = np.zeros(holds.shape, dtype=np.int64)
+    for number, rows in enumerate(rows_of[:clients]):
+        holders = np.flatnonzero(holds[number])
+        shared = round(fraction * len(rows))
+        each, more = divmod(shared, len(holders))
+        wanted = each + (np.arange(len(holders)) < more)
+        counts[number, holders] = np.minimum(wanted, room[holders])
+    rest = np.bincount(classes) - counts.sum(axis=1)
+    counts += _deal(rest, room - counts.sum(axis=0), holds, rng)
+    parts: list[list[Rows]] = [[] for _ in range(clients)]
+    for rows, cuts in zip(rows_of, counts.cumsum(axis=1), strict=True):
+        pieces = np.split(rows, cuts[:-1])
+        for part, piece in zip(parts, pieces, strict=True):
+            part.append(piece)
+    return [*map(np.concatenate, parts)]
 
 
 def _deal(
-    rest: Rows, room: Rows, forbidden: npt.NDArray[np.bool_], rng: np.random.Generator
+    rest: Rows,
+    room: Rows,
+    forbidden: npt.NDArray[np.bool_],
+    rng: np.random.Generator,
 ) -> Rows:
-    """Assign ``rest[c]`` rows of class c to clients with ``room[k]`` places; return
-    counts ``[C, K]``.
+    """Return how many rows of each class go to each client, ``[C, K]``.
+
+    There are ``rest[c]`` rows of class c, and ``room[k]`` places at client k.
 
     The assignment is random. Rows in a forbidden cell are then exchanged with rows for
     which both new cells are allowed, as far as there are such rows.
     """
     dealt = np.zeros(forbidden.shape, dtype=np.int64)
-    places = rng.permutation(np.repeat(np.arange(len(room)), room))
-    np.add.at(dealt, (np.repeat(np.arange(len(rest)), rest), places), 1)
+    classes = np.repeat(np.arange(len(rest)), rest)
+    places = np.repeat(np.arange(len(room)), room)
+    np.add.at(dealt, (classes, rng.permutation(places)), 1)
     for c, k in np.argwhere(forbidden):
-        partners = np.where(
-            ~forbidden[c][None, :] & ~forbidden[:, k][:, None], dealt, 0
-        )
+        # Both new cells, class c at the partner's client and the partner's class at
+        # client k, have to be allowed.
+        excluded = forbidden[c] | forbidden[:, [k]]
+        partners = np.where(excluded, 0, dealt)
         moves = min(int(dealt[c, k]), int(partners.sum()))
-        swap = rng.multivariate_hypergeometric(partners.ravel(), moves).reshape(
-            dealt.shape
-        )
+        swap = rng.multivariate_hypergeometric(partners.ravel(), moves)
+        swap = swap.reshape(dealt.shape)
         dealt -= swap
         dealt[c] += swap.sum(axis=0)
         dealt[:, k] += swap.sum(axis=1)

@@ -1,6 +1,4 @@
-"""Data sets of texts and their pairs, of tagged words, and of texts of several
-domains.
-"""
+"""Data sets of texts and pairs, of tagged words, and of several domains."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -22,7 +21,7 @@ from fedrot.simulations.data.labels import (
     labelled,
 )
 from fedrot.simulations.data.read import Content, find, listed, refuse
-from fedrot.simulations.experiment import Experiment
+from fedrot.simulations.scenario import Scenario
 
 PAIRS = (
     "sentence1,sentence2",
@@ -30,12 +29,14 @@ PAIRS = (
     "premise,hypothesis",
     "question,sentence",
 )
-#: The tag of words outside of all entities, whose number is 0; all tags.
-OUTSIDE, _BIO = "O", re.compile("O|[BI]-.+", re.DOTALL)
+#: The tag of words outside of all entities, whose number is 0.
+OUTSIDE = "O"
+_BIO = re.compile("O|[BI]-.+", re.DOTALL)
 #: The column with the name of a row's domain.
 DOMAIN = "domain"
 #: The metrics over all domains with training rows, and over those without.
-SEEN, UNSEEN = "macro_f1", "unseen_macro_f1"
+SEEN = "macro_f1"
+UNSEEN = "unseen_macro_f1"
 TEXT: Content = (
     "text",
     ("text", "sentence", "content", "review", "comment", "tweet", "utterance"),
@@ -49,89 +50,126 @@ WORDS: Content = (
 TAGS: Content = ("tag list", ("ner_tags", "tags"), WORDS[2])
 
 
-def load_texts(experiment: Experiment) -> DataSet:
-    """Load the texts, or pairs of texts, of an experiment, see ``read.find``; raises
-    ``DataError``.
+def load_texts(scenario: Scenario) -> DataSet:
+    """Load the texts, or pairs of texts, of a scenario, see ``read.find``.
+
+    Raises ``DataError``.
     """
-    source = find(experiment.data, experiment.data_dir)
-    pair = next(
-        (pair for pair in PAIRS if {*pair.split(",")} <= {*source.columns}), None
-    )
-    chosen = experiment.text_column or pair
-    wanted: Sequence[str | None] = chosen.split(",") if chosen else [None]
+    source = find(scenario.data, scenario.data_dir)
+    usual = (pair for pair in PAIRS if {*pair.split(",")} <= {*source.columns})
+    chosen = scenario.text_column or next(usual, None)
+    wanted: Sequence[str | None] = [None]
+    if chosen:
+        wanted = chosen.split(",")
     if len(wanted) > 2:
-        refuse("--text-column", f"has {len(wanted)} columns", "give one or two")
-    texts = [source.column(TEXT, name) for name in wanted]
+        refuse(
+            "--text-column",
+            f"has {len(wanted)} columns",
+            "give one or two",
+        )
+    columns = [source.column(TEXT, name) for name in wanted]
 
     def read(rows: Rows) -> list[tuple[str, ...]]:
-        return [tuple(map(str, rows.table[column].to_pylist())) for column in texts]
+        texts = []
+        for column in columns:
+            cells = rows.table[column].to_pylist()
+            texts.append(tuple(map(str, cells)))
+        return texts
 
-    return labelled(source, experiment, label_columns(source, experiment), texts, read)
+    labels = label_columns(source, scenario)
+    return labelled(
+        source,
+        scenario,
+        labels,
+        columns,
+        read,
+    )
 
 
-def load_tags(experiment: Experiment) -> DataSet:
-    """Load the tagged words of an experiment, see ``read.find``.
+def load_tags(scenario: Scenario) -> DataSet:
+    """Load the tagged words of a scenario, see ``read.find``.
 
     Tags are BIO strings, or numbers for which the hub has names. Labels are the entity
     types in a row (multi-label). Raises ``DataError``, also if tags are not BIO, or if
     a row has too few or too many.
     """
-    source = find(experiment.data, experiment.data_dir)
-    columns = (
-        source.column(WORDS, experiment.text_column),
-        source.column(TAGS, experiment.label_column),
-    )
-    names = source.class_names.get(columns[1])
+    source = find(scenario.data, scenario.data_dir)
+    words_column = source.column(WORDS, scenario.text_column)
+    tags_column = source.column(TAGS, scenario.label_column)
+    names = source.class_names.get(tags_column)
+
+    def name_of(tag: Any) -> str:
+        if names and isinstance(tag, int):
+            tag = names[tag]
+        return clean(tag)
 
     def read(rows: Rows) -> tuple[Sequence[tuple[str, ...]], Sequence[Sequence[str]]]:
-        words, tags = (rows.table[column].to_pylist() for column in columns)
-        tags = [
-            [clean(names[t] if names and isinstance(t, int) else t) for t in row]
-            for row in tags
-        ]
-        for number, ours, theirs in zip(rows.numbers, words, tags, strict=True):
-            if len(ours) != len(theirs) or not all(map(_BIO.fullmatch, theirs)):
-                what = (
-                    f"has {len(ours)} words in {columns[0]!r}, and in {columns[1]!r} "
-                    f"{listed(theirs)}"
-                )
+        sentences = rows.table[words_column].to_pylist()
+        cells = rows.table[tags_column].to_pylist()
+        tags = []
+        for number, words, cell in zip(rows.numbers, sentences, cells, strict=True):
+            of_words = [*map(name_of, cell)]
+            valid = all(map(_BIO.fullmatch, of_words))
+            if len(words) != len(of_words) or not valid:
                 refuse(
                     f"{rows.where}, row {number}",
-                    what,
+                    f"has {len(words)} words in {words_column!r}, and in "
+                    f"{tags_column!r} {listed(of_words)}",
                     "each word needs a tag: O, B-TYPE or I-TYPE",
                 )
-        return [tuple(map(str, row)) for row in words], tags
+            tags.append(of_words)
+        return [tuple(map(str, words)) for words in sentences], tags
 
-    data = labelled(source, experiment, (), columns, read)
-    every = [*(data.train.second or ()), *(data.test.second or ())]
-    entities = sorted({tag[2:] for tags in every for tag in tags if tag != OUTSIDE})
+    data = labelled(
+        source,
+        scenario,
+        (),
+        (words_column, tags_column),
+        read,
+    )
+    used: set[str] = {OUTSIDE}
+    for split in (data.train, data.test):
+        used.update(*(split.second or ()))
+    used.remove(OUTSIDE)
+    entities = sorted({tag[2:] for tag in used})
     if not entities:
         refuse(
-            f"{data.name}: every tag", f"is '{OUTSIDE}', no entity", "choose other data"
+            f"{data.name}: every tag",
+            f"is '{OUTSIDE}', no entity",
+            "choose other data",
         )
-    tags = (OUTSIDE, *(f"{prefix}-{entity}" for entity in entities for prefix in "BI"))
-    train, test = (_numbered(split, tags) for split in (data.train, data.test))
-    types_, metrics = tuple(entities), ("f1", "precision", "recall")
-    return DataSet(
-        data.name, "multi", types_, metrics, train, test, data.said, tags=tags
+    tags = [OUTSIDE]
+    for entity in entities:
+        tags += [f"B-{entity}", f"I-{entity}"]
+    return replace(
+        data,
+        kind="multi",
+        label_names=tuple(entities),
+        metrics=("f1", "precision", "recall"),
+        train=_numbered(data.train, tags),
+        test=_numbered(data.test, tags),
+        tags=tuple(tags),
     )
 
 
 def _numbered(split: Split, tags: Sequence[str]) -> Split:
+    """Return a split with numbers for tags, and a row's entities as its labels."""
     number = {tag: index for index, tag in enumerate(tags)}
-    numbers = [
-        np.array([number[tag] for tag in row], dtype=np.int64)
-        for row in split.second or ()
-    ]
-    labels = np.zeros((len(numbers), len(tags) // 2), dtype=np.float32)
-    for row, found in zip(labels, numbers, strict=True):
-        row[(found[found > 0] - 1) // 2] = 1  # type t has the tags 2t + 1 and 2t + 2
-    return replace(split, labels=labels, second=numbers)
+    rows = []
+    labels = np.zeros((len(split), len(tags) // 2), dtype=np.float32)
+    for row, names in enumerate(split.second or ()):
+        numbers = np.array([number[tag] for tag in names], dtype=np.int64)
+        # Entity t has the tags 2t + 1 and 2t + 2.
+        entities = (numbers[numbers > 0] - 1) // 2
+        labels[row, entities] = 1
+        rows.append(numbers)
+    return replace(split, labels=labels, second=rows)
 
 
-def load_domains(experiment: Experiment) -> DataSet:
-    """Load texts; several names in ``data``, or ``unseen_data``, are the domains of one
-    task.
+def load_domains(scenario: Scenario) -> DataSet:
+    """Load texts of one data set, or of several, the domains of one task.
+
+    Domains are named in ``data``, and in ``unseen_data``.
 
     The labels of the task, of which a row may have several, are those of all sets in
     ``data``; equal names are one label. Labels that a domain lacks are NaN in its rows.
@@ -139,48 +177,61 @@ def load_domains(experiment: Experiment) -> DataSet:
     are kept. Raises ``DataError``, also if two data sets have the same name, if one has
     scores, pairs or classes without names, or if an unseen one has none of the labels.
     """
-    named = [
-        [name.strip() for name in names.split(",") if name.strip()]
-        for names in (experiment.data, experiment.unseen_data)
-    ]
-    domains, every = tuple(named[0]), [*named[0], *named[1]]
-    loaded = {
-        n: load_texts(experiment.model_copy(update={"data": n}))
-        for n in dict.fromkeys(every)
-    }
+    domains = _names(scenario.data)
+    unseen = _names(scenario.unseen_data)
+    every = [*domains, *unseen]
+    loaded = {}
+    for name in every:
+        if name not in loaded:
+            alone = scenario.model_copy(update={"data": name})
+            loaded[name] = load_texts(alone)
     if len(every) == 1:
         return loaded[every[0]]
-    if len(set(map(metric_of, every))) < len(every):
+    metrics = [*map(metric_of, every)]
+    if len(set(metrics)) < len(every):
         refuse(
             "two data sets",
             f"have the same name among {listed(every)}",
             "rename one of them",
         )
-    labels = tuple(
-        dict.fromkeys(label for name in domains for label in loaded[name].label_names)
-    )
+    seen = {name: loaded[name] for name in domains}
+    names = [name for data in seen.values() for name in data.label_names]
+    labels = tuple(dict.fromkeys(names))
     for name, data in loaded.items():
-        numbers = all(label.removeprefix("-").isdigit() for label in data.label_names)
-        several = data.kind == "multi" or not (data.kind == "regression" or numbers)
-        if data.train.second or not several or not {*data.label_names} & {*labels}:
-            what = (
-                "has scores, pairs, numbers for classes, or none of the labels "
-                f"{listed(labels)}"
-            )
+        if not _joinable(data) or not {*labels} & {*data.label_names}:
             refuse(
                 f"'{name}'",
-                what,
+                "has scores, pairs, numbers for classes, or none of the labels "
+                f"{listed(labels)}",
                 "domains need single texts, and classes with common names",
             )
-    metrics = (SEEN, *([UNSEEN] if named[1] else []), *map(metric_of, every))
-    train = _united(
-        {name: (loaded[name], loaded[name].train) for name in domains}, labels
-    )
-    test = _united({name: (data, data.test) for name, data in loaded.items()}, labels)
-    said = " ".join(filter(None, (data.said for data in loaded.values())))
+    if unseen:
+        metrics.insert(0, UNSEEN)
+    train = _united(seen, "train", labels)
+    test = _united(loaded, "test", labels)
     return DataSet(
-        ",".join(domains), "multi", labels, metrics, train, test, said, domains=domains
+        ",".join(domains),
+        "multi",
+        labels,
+        (SEEN, *metrics),
+        train,
+        test,
+        " ".join(data.said for data in loaded.values() if data.said),
+        domains=tuple(domains),
     )
+
+
+def _names(names: str) -> list[str]:
+    return [*filter(None, map(str.strip, names.split(",")))]
+
+
+def _joinable(data: DataSet) -> bool:
+    """Return whether a data set has single texts, and classes with names."""
+    if data.train.second or data.kind == "regression":
+        return False
+    if data.kind == "multi":
+        return True
+    return not all(label.removeprefix("-").isdigit() for label in data.label_names)
 
 
 def metric_of(domain: str) -> str:
@@ -188,17 +239,23 @@ def metric_of(domain: str) -> str:
     return f"f1_{Path(domain).stem}"
 
 
-def _united(parts: Mapping[str, tuple[DataSet, Split]], labels: Sequence[str]) -> Split:
-    domains = [name for name, (_, split) in parts.items() for _ in range(len(split))]
+def _united(
+    parts: Mapping[str, DataSet],
+    name: Literal["train", "test"],
+    labels: Sequence[str],
+) -> Split:
+    """Return the rows of all domains, with NaN for labels that a domain lacks."""
+    domains: list[str] = []
+    texts: list[str] = []
     tables = []
-    for data, split in parts.values():
-        own = (
-            split.labels
-            if data.kind == "multi"
-            else np.eye(len(data.label_names))[split.labels]
-        )
-        tables.append(
-            pd.DataFrame(own, columns=[*data.label_names]).reindex(columns=labels)
-        )
-    texts = tuple(text for _, split in parts.values() for text in split.inputs)
-    return Split(pd.concat(tables).to_numpy(np.float32), {DOMAIN: domains}, texts)
+    for domain, data in parts.items():
+        split: Split = getattr(data, name)
+        flags = split.labels
+        if data.kind != "multi":
+            flags = np.eye(len(data.label_names))[flags]
+        table = pd.DataFrame(flags, columns=[*data.label_names])
+        tables.append(table.reindex(columns=labels))
+        domains += [domain] * len(split)
+        texts += split.inputs
+    values = pd.concat(tables).to_numpy(np.float32)
+    return Split(values, {DOMAIN: domains}, tuple(texts))

@@ -12,10 +12,12 @@ import transformers
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.data.read import listed
-from fedrot.simulations.experiment import TASKS, Experiment
-from fedrot.simulations.models import PROBLEM_TYPES, pad_id_of
+from fedrot.simulations.experiment import Experiment
+from fedrot.simulations.models import PROBLEM_TYPES
+from fedrot.simulations.pretrained import pad_id_of
 from fedrot.simulations.saved.load import SavedModel
-from fedrot.simulations.tasks.objectives import TokenClassification
+from fedrot.simulations.tasks.registry import TASKS
+from fedrot.simulations.tasks.tagging import TokenClassification
 from fedrot.simulations.tasks.training import Task, evaluate, step_batches, task_of
 from fedrot.task_head.choice import SHRINKAGES, Candidate, choose
 from fedrot.task_head.fit import fitted_task_heads, with_task_head
@@ -69,7 +71,7 @@ def prepared(saved: SavedModel, data: Mapping[str, Any]) -> tuple[Task, Any, lis
     }
     task = task_of(Experiment.model_validate(fields).to_json())
     config.pad_token_id = pad_id_of(config)
-    if name in ("mlm", "clm"):
+    if not TASKS[name].uses_labels:
         return task, model, []
     order = _order(task, saved)
     if tags := task.data.tags:

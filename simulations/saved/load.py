@@ -12,7 +12,7 @@ from typing import Any
 
 from fedrot._io import as_os_error, replacing
 from fedrot.errors import FedrotError
-from fedrot.simulations.models import loading, source_of
+from fedrot.simulations.pretrained import loading, source_of
 from fedrot.symmetry import check_family
 from fedrot.tensors import Tensors
 

@@ -19,12 +19,12 @@ from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings
 from fedrot.lora.adapters import factors, pairs_of
 from fedrot.matching.problem import Anchor
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.models import loading
+from fedrot.simulations.pretrained import loading
 from fedrot.simulations.saved.load import SavedModel, about, load, writing
 from fedrot.symmetry import DEFAULT_PARTS, WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.resolve import tied_tensors
-from fedrot.tensors import Tensors, check_finite, widened
+from fedrot.tensors import Tensors, check_finite, check_update, widened
 
 #: Values of ``--parts`` beside names of parts; choices of a diagnosis among them.
 _NAMED = {"none": (), PLAIN: (), ALIGNED: DEFAULT_PARTS, WHOLE: WHOLE_MODEL}
@@ -140,6 +140,7 @@ def _average(
         twins = {name for tied in tied_tensors(saved.tensors) for name in tied[1:]}
         with about(saved.name):
             if saved is not first:
+                check_update(saved.tensors, symmetry.shapes)
                 alignment = find(saved.tensors, anchor)
                 moved = alignment.apply(moved)
                 if options.parts:

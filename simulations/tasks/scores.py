@@ -13,7 +13,10 @@ from fedrot.task_head.losses import TEMPERATURES
 
 
 def evaluate_predictions(
-    kind: Kind, metrics: Sequence[str], outputs: np.ndarray, labels: np.ndarray
+    kind: Kind,
+    metrics: Sequence[str],
+    outputs: np.ndarray,
+    labels: np.ndarray,
 ) -> dict[str, float]:
     """Score model outputs; the result has ``metrics`` and ``loss``.
 
@@ -43,9 +46,10 @@ def evaluate_predictions(
         outputs = outputs.reshape(labels.shape)
     if not np.isfinite(outputs).all():
         return dict.fromkeys((*metrics, "loss"), math.nan)
-    predicted = (
-        outputs.argmax(axis=1) if kind == "single" else np.where(outputs > 0, 1, 0)
-    )
+    if kind == "single":
+        predicted = outputs.argmax(axis=1)
+    else:
+        predicted = np.where(outputs > 0, 1, 0)
 
     def f1(average: str) -> float:
         return f1_score(labels, predicted, average=average, zero_division=0)
@@ -57,16 +61,19 @@ def evaluate_predictions(
         "pearson": lambda: _correlation(labels, outputs),
         "spearman": lambda: _correlation(rankdata(labels), rankdata(outputs)),
         "ece": lambda: _calibration_error(labels, outputs),
-        "calibrated_loss": lambda: min(
-            _loss(kind, labels, outputs / own) for own in TEMPERATURES
-        ),
+        "calibrated_loss": lambda: _calibrated_loss(kind, labels, outputs),
         "loss": lambda: _loss(kind, labels, outputs),
     }
-    return {name: float(functions[name]()) for name in (*metrics, "loss")}
+    scores = {}
+    for name in (*metrics, "loss"):
+        scores[name] = float(functions[name]())
+    return scores
 
 
 def entity_scores(
-    truth: Sequence[np.ndarray], predicted: Sequence[np.ndarray], tags: Sequence[str]
+    truth: Sequence[np.ndarray],
+    predicted: Sequence[np.ndarray],
+    tags: Sequence[str],
 ) -> dict[str, float]:
     """Score whole entities: micro-averaged ``f1``, ``precision`` and ``recall``.
 
@@ -79,35 +86,55 @@ def entity_scores(
     """
     from nervaluate import Evaluator
 
-    named = [
-        [[tags[tag] for tag in row] for row in rows] for rows in (truth, predicted)
-    ]
-    types = sorted({tag[2:] for tag in tags if tag != "O"})
-    strict = Evaluator(*named, types, loader="list").evaluate()["overall"]["strict"]
+    evaluator = Evaluator(
+        [[tags[tag] for tag in row] for row in truth],
+        [[tags[tag] for tag in row] for row in predicted],
+        sorted({tag[2:] for tag in tags if tag != "O"}),
+        loader="list",
+    )
+    strict = evaluator.evaluate()["overall"]["strict"]
     return {
-        metric: float(getattr(strict, metric))
-        for metric in ("f1", "precision", "recall")
+        "f1": float(strict.f1),
+        "precision": float(strict.precision),
+        "recall": float(strict.recall),
     }
 
 
-def _loss(kind: Kind, labels: np.ndarray, outputs: np.ndarray) -> float:
+def _calibrated_loss(
+    kind: Kind,
+    labels: np.ndarray,
+    outputs: np.ndarray,
+) -> float:
+    losses = (_loss(kind, labels, outputs / value) for value in TEMPERATURES)
+    return min(losses)
+
+
+def _loss(
+    kind: Kind,
+    labels: np.ndarray,
+    outputs: np.ndarray,
+) -> float:
     if kind == "regression":
-        return float(((outputs - labels) ** 2).mean())
-    if kind == "multi":
-        return float((np.logaddexp(0.0, outputs) - labels * outputs).mean())
-    return float(-log_softmax(outputs, axis=1)[np.arange(len(labels)), labels].mean())
+        losses = (outputs - labels) ** 2
+    elif kind == "multi":
+        losses = np.logaddexp(0.0, outputs) - labels * outputs
+    else:
+        rows = np.arange(len(labels))
+        losses = -log_softmax(outputs, axis=1)[rows, labels]
+    return float(losses.mean())
 
 
 def _calibration_error(labels: np.ndarray, logits: np.ndarray) -> float:
     probabilities = softmax(logits, axis=1)
-    confidence, hits = probabilities.max(axis=1), probabilities.argmax(axis=1) == labels
+    confidence = probabilities.max(axis=1)
+    hits = probabilities.argmax(axis=1) == labels
     bins = np.minimum((confidence * 15).astype(int), 14)
-    return float(
-        np.abs(np.bincount(bins, weights=hits - confidence)).sum() / len(labels)
-    )
+    gaps = np.bincount(bins, weights=hits - confidence)
+    return float(np.abs(gaps).sum() / len(labels))
 
 
 def _correlation(labels: np.ndarray, predictions: np.ndarray) -> float:
     if np.ptp(labels) == 0 or np.ptp(predictions) == 0:
         return 0.0
-    return float(np.nan_to_num(np.corrcoef(labels, predictions)[0, 1]))
+    correlation = np.corrcoef(labels, predictions)[0, 1]
+    return float(np.nan_to_num(correlation))

@@ -1,26 +1,25 @@
-"""``Task``, the data of an experiment; training and evaluation on it, and checks before
-them.
-"""
+"""``Task``, the data of an experiment; training, evaluation, and checks before them."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.data.encode import Encoded, EncodedText, read_encoded
+from fedrot.simulations.data.encode import Encoded, EncodedText
 from fedrot.simulations.data.labels import DataSet
 from fedrot.simulations.data.partition import partition_keys, split_clients
 from fedrot.simulations.data.read import DataError
-from fedrot.simulations.experiment import TASKS, Experiment
-from fedrot.simulations.tasks.objectives import OBJECTIVES, Objective, model_inputs
+from fedrot.simulations.experiment import Experiment
+from fedrot.simulations.tasks.objective import Batch, Objective, model_inputs
+from fedrot.simulations.tasks.registry import TASKS, read_encoded
 
 #: Number of batches that are made at once, from shuffled rows sorted by length.
 _BUCKET = 16
@@ -47,17 +46,21 @@ class Task:
 
     def partition(self, seed: int) -> tuple[Sequence[str], list[list[int]]]:
         """Return names of the classes, and row counts by client and class."""
-        labels, parts = self.data.train.labels, self.clients(seed)
-        keys, names = partition_keys(labels, self.data.label_names)
-        return names, [
-            np.bincount(keys[part], minlength=len(names)).tolist() for part in parts
-        ]
+        keys, names = partition_keys(self.data.train.labels, self.data.label_names)
+        counts = []
+        for part in self.clients(seed):
+            count = np.bincount(keys[part], minlength=len(names))
+            counts.append(count.tolist())
+        return names, counts
 
-    def client_rows(self, seed: int, client: int) -> tuple[np.ndarray, np.ndarray]:
+    def client_rows(
+        self,
+        seed: int,
+        client: int,
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of a client's training rows and of its held-out rows."""
-        rows = np.random.default_rng([seed, client]).permutation(
-            self.clients(seed)[client]
-        )
+        rng = np.random.default_rng([seed, client])
+        rows = rng.permutation(self.clients(seed)[client])
         held = int(len(rows) * self.experiment.holdout)
         return np.sort(rows[held:]), np.sort(rows[:held])
 
@@ -72,17 +75,21 @@ def task_of(experiment_json: str) -> Task:
     """
     experiment = Experiment.model_validate_json(experiment_json)
     data, train, test = read_encoded(experiment)
-    return Task(
-        experiment, data, OBJECTIVES[experiment.task](experiment, data), train, test
-    )
+    objective = TASKS[experiment.task](experiment, data)
+    return Task(experiment, data, objective, train, test)
 
 
 @lru_cache(maxsize=16)
 def _clients(experiment_json: str, seed: int) -> list[np.ndarray]:
     task = task_of(experiment_json)
-    experiment, train = task.experiment, task.data.train
-    how = experiment.partition, experiment.clients, seed
-    return split_clients(train.labels, train.columns, *how)
+    train = task.data.train
+    return split_clients(
+        train.labels,
+        train.columns,
+        task.experiment.partition,
+        task.experiment.clients,
+        seed,
+    )
 
 
 def _report(rows: float) -> None:
@@ -91,29 +98,39 @@ def _report(rows: float) -> None:
 
 
 def batches(
-    encoded: Encoded, rows: np.ndarray, size: int, rng: np.random.Generator
+    encoded: Encoded,
+    rows: np.ndarray,
+    size: int,
+    rng: np.random.Generator,
 ) -> Iterator[np.ndarray]:
     """Yield batches of rows of similar length in random order; each row occurs once."""
     shuffled = rng.permutation(rows)
-    found: list[np.ndarray] = []
+    sorted_batches: list[np.ndarray] = []
     for start in range(0, len(shuffled), size * _BUCKET):
         bucket = shuffled[start : start + size * _BUCKET]
-        ordered = bucket[np.argsort(encoded.lengths(bucket), kind="stable")]
-        found += [ordered[i : i + size] for i in range(0, len(ordered), size)]
-    for index in rng.permutation(len(found)):
-        yield found[index]
+        order = encoded.lengths(bucket).argsort(kind="stable")
+        ordered = bucket[order]
+        for first in range(0, len(ordered), size):
+            sorted_batches.append(ordered[first : first + size])
+    for index in rng.permutation(len(sorted_batches)):
+        yield sorted_batches[index]
 
 
 def step_batches(
-    task: Task, model: nn.Module, rows: np.ndarray, limit: int, size: int, seed: int
-) -> Iterator[dict[str, Tensor]]:
-    """Yield at most ``limit`` random training rows, as training batches of at most
-    ``size`` rows.
-    """
+    task: Task,
+    model: nn.Module,
+    rows: np.ndarray,
+    limit: int,
+    size: int,
+    seed: int,
+) -> Iterator[Batch]:
+    """Yield at most ``limit`` random training rows, in batches of at most ``size``."""
     rng = np.random.default_rng(seed)
-    chosen = rng.permutation(task.objective.usable(task.train, rows))[:limit]
+    usable = task.objective.usable(task.train, rows)
+    chosen = rng.permutation(usable)[:limit]
     for places in batches(task.train, chosen, size, rng):
-        yield model_inputs(model, task.objective.batch(task.train, places, rng))
+        batch = task.objective.batch(task.train, places, rng)
+        yield model_inputs(model, batch)
 
 
 def train(
@@ -124,41 +141,54 @@ def train(
     epochs: float | None = None,
     lr: float | None = None,
 ) -> float:
-    """Train in place with AdamW on rows of the training split; by default as the
-    experiment says.
+    """Train in place with AdamW on rows of the training split.
+
+    Without ``epochs`` and ``lr``, the experiment has them.
 
     Half an epoch is half of the batches, rounded up, chosen by the seed. Returns the
     mean loss over the last epoch's steps; NaN if no row has anything to predict.
     """
-    experiment, objective = task.experiment, task.objective
-    rows = objective.usable(task.train, rows)
-    an_epoch = math.ceil(len(rows) / experiment.batch_size)
+    experiment = task.experiment
+    rows = task.objective.usable(task.train, rows)
+    size = experiment.batch_size
+    an_epoch = math.ceil(len(rows) / size)
+    # 0.28 times 25 is a little more than 7 in floating-point numbers.
     steps = math.ceil((epochs or experiment.local_epochs) * an_epoch - 1e-9)
-    losses: list[float] = []
     torch.manual_seed(seed)
-    rng, masks = np.random.default_rng(seed), np.random.default_rng([seed, 1])
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rate, decay = lr or experiment.lr, experiment.weight_decay
-    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=decay, fused=True)
-    model.train()
-    endless = (
-        batches(task.train, rows, experiment.batch_size, rng) for _ in itertools.count()
+    rng = np.random.default_rng(seed)
+    masks = np.random.default_rng([seed, 1])
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=lr or experiment.lr,
+        weight_decay=experiment.weight_decay,
+        fused=True,
     )
-    for batch in itertools.islice(itertools.chain.from_iterable(endless), steps):
-        loss = objective.loss(model, objective.batch(task.train, batch, masks))
+    model.train()
+    endless = (batches(task.train, rows, size, rng) for _ in itertools.count())
+    every = itertools.chain.from_iterable(endless)
+    losses: list[float] = []
+    for places in itertools.islice(every, steps):
+        batch = task.objective.batch(task.train, places, masks)
+        loss = task.objective.loss(model, batch)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-        _report(len(batch))
-    return float(np.mean(losses[-an_epoch:])) if losses else float("nan")
+        _report(len(places))
+    if not losses:
+        return math.nan
+    return float(np.mean(losses[-an_epoch:]))
 
 
 def evaluate(
-    model: nn.Module, task: Task, split: Encoded, rows: np.ndarray
+    model: nn.Module,
+    task: Task,
+    split: Encoded,
+    rows: np.ndarray,
 ) -> dict[str, float]:
-    """Return the task's metrics, the headline metric first, and the ``loss`` on rows of
-    a split.
+    """Return the task's metrics and ``loss`` on rows of a split.
+
+    The headline metric is the first.
 
     All values are NaN if no row has anything to predict, or if the loss is not finite.
     ``split`` is ``task.train`` or ``task.test``, and ``rows`` are int64 ``[n]``.
@@ -167,8 +197,14 @@ def evaluate(
     if not len(rows):
         return task.objective.diverged()
 
-    def count(_: object, __: object, inputs: Mapping[str, Tensor], ___: object) -> None:
-        _report(EVALUATED * len(next(iter(inputs.values()))))
+    def count(
+        _: object,
+        __: object,
+        inputs: Batch,
+        ___: object,
+    ) -> None:
+        first = next(iter(inputs.values()))
+        _report(EVALUATED * len(first))
 
     model.eval()
     counted = model.register_forward_hook(count, with_kwargs=True)
@@ -177,19 +213,22 @@ def evaluate(
 
 
 def check_labels(task: Task) -> None:
-    """Raise ``DataError`` if all labels are equal, or training and held-out rows share
-    no class.
+    """Raise ``DataError`` if labels cannot be learnt or tested.
+
+    All are equal, or training and held-out rows share no class.
     """
     data = task.data
     if not TASKS[task.experiment.task].classifies or data.kind == "multi":
         return
-    train, test = (np.unique(split.labels) for split in (data.train, data.test))
+    train = data.train.labels
+    test = data.test.labels
     if len(np.union1d(train, test)) == 1:
         raise DataError(
             f"{data.name}: all rows have one label; check the label column "
             "(--label-column)"
         )
-    if data.kind == "single" and not np.intersect1d(train, test).size:
+    common = np.intersect1d(train, test)
+    if data.kind == "single" and not common.size:
         raise DataError(
             f"{data.name}: training and held-out rows share no class; give both the "
             "same"
@@ -197,8 +236,7 @@ def check_labels(task: Task) -> None:
 
 
 def check_model(task: Task, model: nn.Module) -> None:
-    """Raise ``FedrotError`` if a model cannot compute its loss and gradient on the rows
-    of a task.
+    """Raise ``FedrotError`` if a model cannot be trained on the rows of a task.
 
     The longest rows of each split are used, and that with the largest token, because
     the model's tables may be too small for them. The gradient is computed, too, but
@@ -211,29 +249,27 @@ def check_model(task: Task, model: nn.Module) -> None:
         rows = task.objective.usable(encoded, np.arange(len(encoded)))
         if not len(rows):
             raise DataError(f"{task.data.name}: no {split} row has anything to predict")
-        tried = rows[np.argsort(encoded.lengths(rows), kind="stable")[-2:]]
-        if isinstance(encoded, EncodedText):
-            tried = np.append(tried, max(rows, key=lambda row: encoded.ids[row].max()))
+        tried = _hardest(encoded, rows)
         try:
             batch = task.objective.batch(encoded, tried, np.random.default_rng(0))
             task.objective.loss(model, batch).backward()
             model.zero_grad(set_to_none=True)
         except Exception as error:  # models raise many unrelated kinds
-            said = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise FedrotError(
                 f"model '{name}' cannot be trained on '{task.data.name}' for task "
                 f"'{experiment.task}': a trial step on {split} rows failed "
-                f"({type(error).__name__}: {said:.300}). Texts may be longer than its "
-                "positions (--max-length), or the tokenizer another model's."
+                f"({type(error).__name__}: {reason:.300}). Texts may be longer than "
+                "its positions (--max-length), or the tokenizer another model's."
             ) from error
-    if experiment.task == "clm":
-        ids = encoded.batch(tried[:1])["input_ids"][:, :4]
-        with torch.no_grad():
-            whole, alone = (
-                model(input_ids=part).logits[0, 0] for part in (ids, ids[:, :1])
-            )
-        if float((whole - alone).abs().max()) > 1e-5 * float(alone.abs().max()):
-            raise FedrotError(
-                f"model '{name}' is an encoder: its outputs depend on the tokens that "
-                "task 'clm' predicts; choose a decoder, or task 'mlm'"
-            )
+    task.objective.check(model, name, encoded.batch(tried[:1]))
+
+
+def _hardest(encoded: Encoded, rows: np.ndarray) -> np.ndarray:
+    """Return the two longest rows and that with the largest token."""
+    order = encoded.lengths(rows).argsort(kind="stable")
+    hardest = rows[order[-2:]]
+    if isinstance(encoded, EncodedText):
+        largest = max(rows, key=lambda row: encoded.ids[row].max())
+        hardest = np.append(hardest, largest)
+    return hardest

@@ -68,9 +68,9 @@ def add_statistics(
         raise FedrotError(
             f"max_batches is {max_batches}; give a positive number, or None."
         )
-    given = read_statistics(content)
+    present = read_statistics(content)
     kinds = tuple(
-        kind for kind in wanted_statistics(message) if not brings(given, kind)
+        kind for kind in wanted_statistics(message) if not brings(present, kind)
     )
     if len(kinds) > 1 and isinstance(batches, Iterator):
         raise FedrotError(
@@ -78,18 +78,20 @@ def add_statistics(
             "can be read once. Give a list, a DataLoader, or a function that returns "
             "the batches."
         )
-    found: Statistics = {}
+    collected: Statistics = {}
     with torch.random.fork_rng(devices=[]):
         for kind in kinds:
             read = _read(batches, max_batches, model)
-            found = {
-                **found,
+            collected = {
+                **collected,
                 **kind_named(kind).collected(model, read, limited=max_batches is None),
             }
-    _check_names(found, message, content)
-    if found:
+    _check_names(collected, message, content)
+    if collected:
         before = content.array_records.get(STATISTICS, ArrayRecord())
-        content[STATISTICS] = ArrayRecord({**before, **statistics_record(found, dtype)})
+        content[STATISTICS] = ArrayRecord(
+            {**before, **statistics_record(collected, dtype)}
+        )
     return kinds
 
 
@@ -110,16 +112,14 @@ def _read(
         }
 
 
-def _check_names(found: Statistics, message: Message, content: RecordDict) -> None:
-    """Refuse statistics of tensors that neither the reply nor the received model
-    has.
-    """
+def _check_names(statistics: Statistics, message: Message, content: RecordDict) -> None:
+    """Refuse statistics of tensors that neither the reply nor the request has."""
     records = [
         *model_records(message.content).values(),
         *model_records(content).values(),
     ]
     known = {name for arrays in records for name in arrays}
-    for kind, by_name in found.items():
+    for kind, by_name in statistics.items():
         odd = sorted(by_name.keys() - known)
         if odd and known:
             raise FedrotError(

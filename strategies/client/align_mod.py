@@ -1,6 +1,4 @@
-"""``align_mod``: alignment at the client, for updates that leave it clipped, noisy or
-masked.
-"""
+"""``align_mod``: alignment at the client, for clipped, noisy or masked updates."""
 
 from __future__ import annotations
 
@@ -123,7 +121,7 @@ def align_mod(
         try:
             name, update = _update(reply.content, model)
             alignment = _align(update, model, options)
-            found: Statistics = alignment.transport(read_statistics(reply.content))
+            collected: Statistics = alignment.transport(read_statistics(reply.content))
         except UpdateError as error:
             if secure:
                 raise
@@ -131,16 +129,17 @@ def align_mod(
             return reply
         moved = alignment.apply(update)
         if statistics is not None:
-            found = {**found, **statistics(message, context, moved)}
-        if found and secure:
+            collected = {**collected, **statistics(message, context, moved)}
+        if collected and secure:
             raise FedrotError(
-                f"Secure aggregation drops the statistics '{next(iter(found))}': it "
-                "adds up the model's parameters and nothing else. Do not compute them."
+                f"Secure aggregation drops the statistics '{next(iter(collected))}': "
+                "it adds up the model's parameters and nothing else. Do not compute "
+                "them."
             )
         content = RecordDict(dict(reply.content))
         content[name] = _changed(content.array_records[name], update, moved)
-        if found:
-            content[STATISTICS] = statistics_record(found, dtype)
+        if collected:
+            content[STATISTICS] = statistics_record(collected, dtype)
         aligned = copy.copy(reply)
         aligned.content = content
         return aligned
@@ -226,13 +225,11 @@ def _align(
     check_finite(update)
     anchor = from_arrays(model.named(model.arrays))
     # Clients may train in half precision, and secure aggregation broadcasts float64.
-    like = {name: anchor.get(name, tensor) for name, tensor in update.items()}
-    cast = {
-        name: t.to(like[name].dtype)
-        if t.is_floating_point() and like[name].is_floating_point()
-        else t
-        for name, t in update.items()
-    }
+    cast = dict(update)
+    for name, tensor in update.items():
+        wanted = anchor.get(name, tensor).dtype
+        if tensor.is_floating_point() and wanted.is_floating_point:
+            cast[name] = tensor.to(wanted)
     # Whether the model ties its tables is not in the message: only options that ask for
     # it fold norms.
     alignment = align(cast, anchor, model.symmetry, checked_options(options).as_it_is())
@@ -258,6 +255,6 @@ def _changed(
     for key, array in arrays.items():
         other = array.data.decode() if array.stype == TIED else None
         if other in moved:
-            own = after[names[key]]
-            moved[key] = moved[other] if same_bits(own, moved[other]) else own
+            tensor = after[names[key]]
+            moved[key] = moved[other] if same_bits(tensor, moved[other]) else tensor
     return ArrayRecord({**arrays, **to_arrays(moved)})

@@ -36,11 +36,14 @@ if TYPE_CHECKING:
 #: The action of the request, its message type, and the names of its records.
 ACTION = "fedrot_match"
 MESSAGE_TYPE = f"train.{ACTION}"
-ANCHOR, UPDATE, ELEMENTS = "fedrot-anchor", "fedrot-update", "fedrot-elements"
+ANCHOR = "fedrot-anchor"
+UPDATE = "fedrot-update"
+ELEMENTS = "fedrot-elements"
 
 #: Keys of the request's configuration: whether the server brings the models to
 #: canonical form, and whether the client learns rotations instead of matching.
-CANONICAL, LEARN = "fedrot-canonical", "fedrot-learn"
+CANONICAL = "fedrot-canonical"
+LEARN = "fedrot-learn"
 
 #: Updates from another basis differ in every part.
 OTHER_BASIS_OPTIONS = AlignmentOptions(parts=WHOLE_MODEL)
@@ -94,8 +97,11 @@ def _match(message: Message, matching: Matching) -> Alignment:
     anchor, update = (
         from_arrays(message.content.array_records[name]) for name in (ANCHOR, UPDATE)
     )
-    ours, theirs = matching.build(), matching.build()
-    symmetry = symmetry_of(getattr(ours, "config", None), ours.state_dict())
+    anchor_model = matching.build()
+    update_model = matching.build()
+    symmetry = symmetry_of(
+        getattr(anchor_model, "config", None), anchor_model.state_dict()
+    )
     told = [*message.content.config_records.values()]
     options = matching.options
     if options.canonical is None:
@@ -105,13 +111,13 @@ def _match(message: Message, matching: Matching) -> Alignment:
     if options.rotates:
         anchor, update = (canonical(tensors, symmetry) for tensors in (anchor, update))
         symmetry = symmetry.rotated
-    for model, tensors in ((ours, anchor), (theirs, update)):
+    for model, tensors in ((anchor_model, anchor), (update_model, update)):
         model.load_state_dict(tensors)
         model.eval()
     if any(config.get(LEARN) for config in told):
-        return _learned(ours, update, anchor, symmetry, matching)
-    inputs = (forward_inputs(ours, batch) for batch in matching.batches())
-    activations = collect_activations(ours, theirs, inputs, symmetry)
+        return _learned(anchor_model, update, anchor, symmetry, matching)
+    inputs = (forward_inputs(anchor_model, batch) for batch in matching.batches())
+    activations = collect_activations(anchor_model, update_model, inputs, symmetry)
     return align(update, anchor, symmetry, options, activations)
 
 
@@ -128,16 +134,9 @@ def _learned(
         parts = tuple(part for part in parts if part != "residual")
     options = replace(matching.learning, parts=parts)
     start = alignment_of((), update, anchor, symmetry)
-    given = (
-        loss_of(model),
-        matching.batches(),
-        update,
-        anchor,
-        symmetry,
-        start,
-        options,
-    )
-    return learn_alignment(*given).alignment
+    return learn_alignment(
+        loss_of(model), matching.batches(), update, anchor, symmetry, start, options
+    ).alignment
 
 
 def request(
@@ -149,9 +148,7 @@ def request(
     canonical_form: bool = False,
     learn: bool = False,
 ) -> Message:
-    """Return the message that asks a node to match its update to an anchor, or to learn
-    rotations.
-    """
+    """Return the message that asks a node to match its update, or to learn."""
     told = ConfigRecord({**config, CANONICAL: canonical_form, LEARN: learn})
     content = RecordDict(
         {ANCHOR: to_arrays(anchor), UPDATE: to_arrays(update), "config": told}
@@ -160,8 +157,10 @@ def request(
 
 
 def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
-    """Return the moves of a client's answer; raises ``UpdateError`` unless all are of
-    the symmetry.
+    """Return the moves of a client's answer.
+
+    Raises:
+        UpdateError: one of them is not of the symmetry.
     """
     if message.has_error():
         raise UpdateError(failure_of(message, "fedrot.strategies.match_at_client"))
@@ -172,16 +171,17 @@ def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
         elements = from_arrays(record)
     except UpdateError as error:
         raise UpdateError(f"the elements cannot be decoded: {error}") from error
-    groups, moves = {group.name: group for group in symmetry.groups}, list[Move]()
+    groups = {group.name: group for group in symmetry.groups}
+    moves = list[Move]()
     for name, element in elements.items():
-        found = groups.get(name)
-        if found is None or not found.action.contains(element):
+        group = groups.get(name)
+        if group is None or not group.action.contains(element):
             raise UpdateError(
                 f"the tensor '{name}' is not an element of the model's symmetry."
             )
         # The server's elements are in float64, and elements compose only in one dtype.
         moves.append(
-            Move(found, element.double() if element.is_floating_point() else element)
+            Move(group, element.double() if element.is_floating_point() else element)
         )
     # Head permutations must come before elements inside heads.
     return tuple(sorted(moves, key=lambda move: bool(move.group.within)))
@@ -190,10 +190,8 @@ def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
 def alignment_by(
     moves: Iterable[Move], update: Tensors, anchor: Tensors, symmetry: Symmetry
 ) -> Alignment:
-    """Return moves as an alignment, of canonical models if the residual stream is
-    rotated.
-    """
+    """Return moves as an alignment, of canonical models if the stream is rotated."""
     if symmetry.rotates:
         update, anchor = (canonical(tensors, symmetry) for tensors in (update, anchor))
-    found = alignment_of(moves, update, anchor, symmetry)
-    return replace(found, canonical=symmetry.rotates)
+    alignment = alignment_of(moves, update, anchor, symmetry)
+    return replace(alignment, canonical=symmetry.rotates)

@@ -195,7 +195,7 @@ class Clients:
                     node = asked.failed(reply) or node
                     call = "fedrot.strategies.answer_with_sums"
                     raise UpdateError(failure_of(reply, call))
-                asked.check(reply)
+                asked.accept(reply)
                 answers[node] = read(node, reply.content)
             except Exception as error:
                 leave_out(node, refusal(error))

@@ -1,6 +1,4 @@
-"""The file of a run's rows, and the metrics of every stage for it and for
-``on_round``.
-"""
+"""The file of a run's rows, and metrics of every stage for it and ``on_round``."""
 
 from __future__ import annotations
 
@@ -21,14 +19,15 @@ from fedrot.strategies.wire.flower_compat import Evaluate
 
 #: Stages of a round: training and evaluation at the clients, ``evaluate_fn`` at the
 #: server.
-TRAIN, EVALUATE, SERVER = "train", "evaluate", "server"
+TRAIN = "train"
+EVALUATE = "evaluate"
+SERVER = "server"
 
 
 def report_metrics(
     reporting: Reporting, number: int, stage: str, metrics: Mapping[str, Any]
 ) -> None:
-    """Report the metrics of one stage of a round immediately, so that a killed run
-    keeps them.
+    """Report the metrics of one stage at once, so that a killed run keeps them.
 
     The file of rows receives ``{"round": 1, "stage": "train", "metrics": {...}}``;
     numbers that are not finite are null. ``on_round`` receives numbers as

@@ -1,6 +1,4 @@
-"""``verdict``, a sentence about a round's alignment, and ``run_lines``, the summary of
-a run.
-"""
+"""``verdict``, a sentence about a round, and ``run_lines``, the summary of a run."""
 
 from __future__ import annotations
 
@@ -34,13 +32,13 @@ MOVEMENTS = {
 }
 
 #: Names of metrics.
-FOUND, CHANCE, REMOVED = (
-    "fedrot-share-found",
-    "fedrot-share-chance",
-    "fedrot-share-removed",
-)
-MOVED, ACCEPTED = "fedrot-groups-moved", "fedrot-replies-accepted"
-DROPPED, FAILED = "fedrot-replies-dropped", "fedrot-replies-failed"
+FOUND = "fedrot-share-found"
+CHANCE = "fedrot-share-chance"
+REMOVED = "fedrot-share-removed"
+MOVED = "fedrot-groups-moved"
+ACCEPTED = "fedrot-replies-accepted"
+DROPPED = "fedrot-replies-dropped"
+FAILED = "fedrot-replies-failed"
 KEPT_ALIGNED = "fedrot-guard-kept-aligned"
 
 #: What the log adds after a first round in which no group moved, the latter without
@@ -57,6 +55,7 @@ OFF = "alignment is off"
 #: failed round.
 NOBODY = "no reply accepted: the model stays as it was"
 _LOST = "no new model: "
+_NO_MODEL = (NOBODY, _LOST)
 
 #: A smaller removed share is left out: it would be written as 0.0 %.
 _VISIBLE = 0.0005
@@ -94,14 +93,13 @@ def verdict(
     reports = list(reports)
     known = known_chance(reports)
     others = [report for report in reports if report.chance() is None]
-    said = [*filter(None, (_against_chance(known), _removed(others, other_basis)))]
-    moved, groups = groups_moved(reports), sum(len(report.groups) for report in reports)
-    found = "; ".join(said) or "nothing to align"
-    return (
-        f"{found}; {moved} of {groups} groups moved"
-        if moved
-        else f"{found}: no group moved"
-    )
+    sentences = (_against_chance(known), _removed(others, other_basis))
+    text = "; ".join(filter(None, sentences)) or "nothing to align"
+    moved = groups_moved(reports)
+    if not moved:
+        return f"{text}: no group moved"
+    groups = sum(len(report.groups) for report in reports)
+    return f"{text}; {moved} of {groups} groups moved"
 
 
 def figures(reports: Sequence[AlignmentReport]) -> dict[str, float | int]:
@@ -126,22 +124,14 @@ def known_chance(reports: Iterable[AlignmentReport]) -> list[AlignmentReport]:
 
 
 def groups_moved(reports: Iterable[AlignmentReport], *parts: str) -> int:
-    """Return the number of groups that were moved in all reports (of the given parts,
-    all if none).
-    """
-    groups = (
-        group
-        for report in reports
-        for group in report.groups
-        if group.part in parts or not parts
-    )
-    return sum(group.moved > 0 for group in groups)
+    """Return how many groups were moved in all reports, of these parts or of all."""
+    groups = [group for report in reports for group in report.groups]
+    chosen = [group for group in groups if group.part in parts or not parts]
+    return sum(group.moved > 0 for group in chosen)
 
 
 def share_removed(reports: Sequence[AlignmentReport], *parts: str) -> float:
-    """Return the share of all reports' squared distance that the given parts removed
-    (all if none).
-    """
+    """Return the share of all squared distances that these parts, or all, removed."""
     before = sum(report.before for report in reports)
     removed = sum(report.share(*parts) * report.before for report in reports)
     return removed / before if before > 0 else 0.0
@@ -153,10 +143,9 @@ def percent(share: float) -> str:
 
 
 def shares_shown(reports: Iterable[AlignmentReport]) -> dict[str, tuple[float, float]]:
-    """Return by movement the shares found and of chance to show, of replies with known
-    chance.
-    """
-    reports, known = known_chance(reports), {}
+    """Return by movement the shares found and of chance, where chance is known."""
+    reports = known_chance(reports)
+    shares: dict[str, tuple[float, float]] = {}
     for name, movement in MOVEMENTS.items():
         groups = [
             g for report in reports for g in report.groups if g.part in movement.parts
@@ -165,62 +154,49 @@ def shares_shown(reports: Iterable[AlignmentReport]) -> dict[str, tuple[float, f
             # Shares refer to the movement's own groups, so they do not depend on other
             # parts.
             before = sum(g.before for g in groups) or 1.0
-            found, chance = (
-                sum(g.found for g in groups),
-                sum(g.chance or 0.0 for g in groups),
-            )
-            known[name] = (found / before, chance / before)
+            reached = sum(g.found for g in groups)
+            chance = sum(g.chance or 0.0 for g in groups)
+            shares[name] = (reached / before, chance / before)
+    shown = {name: both for name, both in shares.items() if any(both)}
     # If all shares are 0, only the first movement is shown.
-    return {name: shares for name, shares in known.items() if any(shares)} or dict(
-        [*known.items()][:1]
-    )
+    return shown or dict([*shares.items()][:1])
 
 
 def _against_chance(reports: Sequence[AlignmentReport]) -> str:
-    """Return the shares found and the shares of chance, and the cause; empty without
-    groups.
-    """
-    if not (shown := shares_shown(reports)):
+    """Return the shares found and of chance, and the cause; empty without groups."""
+    shown = shares_shown(reports)
+    if not shown:
         return ""
-    beyond = [name for name, (found, chance) in shown.items() if found > chance]
-    if not groups_moved(reports):
-        shares = "; ".join(
-            f"{n} {percent(f)}, chance {percent(c)}" for n, (f, c) in shown.items()
-        )
-        return f"{'too little' if beyond else 'nothing'} beyond chance ({shares})"
-    causes = [
-        MOVEMENTS[n].cause for n in beyond if groups_moved(reports, *MOVEMENTS[n].parts)
-    ]
-    of = "of the distance, chance"
+    beyond = [name for name, (share, chance) in shown.items() if share > chance]
+    moved = groups_moved(reports)
+    of = " of the distance" if moved else ""
     shares = "; ".join(
-        f"{n} {percent(f)} {of} {percent(c)}" for n, (f, c) in shown.items()
+        f"{name} {percent(share)}{of}, chance {percent(chance)}"
+        for name, (share, chance) in shown.items()
     )
+    if not moved:
+        return f"{'too little' if beyond else 'nothing'} beyond chance ({shares})"
+    movements = [MOVEMENTS[name] for name in beyond]
+    causes = [m.cause for m in movements if groups_moved(reports, *m.parts)]
     return f"{shares}: {' and '.join(causes) or 'no more than chance in all'}"
 
 
 def _removed(reports: Sequence[AlignmentReport], other_basis: int) -> str:
-    """Return the shares that were removed, for reports with unknown chance; empty
-    without reports.
-    """
+    """Return the shares that were removed, for reports with unknown chance."""
     if not reports:
         return ""
     shares = {
         name: share_removed(reports, *movement.parts)
         for name, movement in MOVEMENTS.items()
     }
-    shown = [
-        f"{name} {percent(share)}"
-        for name, share in shares.items()
-        if abs(share) >= _VISIBLE
-    ]
-    removed = (
-        f"{', '.join(shown)} of the distance removed" if shown else "nothing removed"
-    )
-    whose = (
-        f"{counted(other_basis, 'reply', 'replies')} from another basis: "
-        if other_basis
-        else ""
-    )
+    visible = [name for name, share in shares.items() if abs(share) >= _VISIBLE]
+    removed = "nothing removed"
+    if visible:
+        shown = [f"{name} {percent(shares[name])}" for name in visible]
+        removed = f"{', '.join(shown)} of the distance removed"
+    whose = ""
+    if other_basis:
+        whose = f"{counted(other_basis, 'reply', 'replies')} from another basis: "
     return f"{whose}{removed}, chance not known"
 
 
@@ -229,9 +205,7 @@ def run_lines(
     verdicts: Mapping[int, str],
     rows: Path | None = None,
 ) -> list[str]:
-    """Return the last lines of a run's log, given the training metrics and verdicts by
-    round.
-    """
+    """Return a run's last log lines, given training metrics and verdicts by round."""
     moved = [metrics[MOVED] > 0 for metrics in rounds.values() if MOVED in metrics]
     lines = []
     if moved:
@@ -239,13 +213,10 @@ def run_lines(
         did = f"groups in {sum(moved)} of {of}" if any(moved) else f"nothing in {of}"
         lines.append(f"Alignment moved {did}.")
     lines += [f"Round {number}: {verdicts[number]}." for number in ends(verdicts)]
-    dropped = {
-        number: n
-        for number, metrics in rounds.items()
-        if (n := metrics.get(DROPPED, 0))
-    }
+    counts = [metrics.get(DROPPED, 0) for metrics in rounds.values()]
+    dropped = [count for count in counts if count]
     if dropped:
-        replies = counted(sum(dropped.values()), "reply was", "replies were")
+        replies = counted(sum(dropped), "reply was", "replies were")
         lines.append(
             f"{replies} dropped, in {counted(len(dropped), 'round', 'rounds')}."
         )
@@ -262,7 +233,7 @@ def empty_rounds(verdicts: Mapping[int, str]) -> str:
     ``verdicts`` are those of all rounds, or those of ``told``.
     """
     without = [
-        number for number, said in verdicts.items() if said.startswith((NOBODY, _LOST))
+        number for number, text in verdicts.items() if text.startswith(_NO_MODEL)
     ]
     if not without:
         return ""
@@ -274,24 +245,20 @@ def empty_rounds(verdicts: Mapping[int, str]) -> str:
 
 
 def told(verdicts: Mapping[int, str]) -> dict[int, str]:
-    """Return the verdicts that a run's last lines need, so that checkpoints do not
-    grow.
-    """
+    """Return the verdicts that a run's last lines need: checkpoints do not grow."""
     of_ends = ends(verdicts)
     return {
-        n: said
-        for n, said in verdicts.items()
-        if n in of_ends or said.startswith((NOBODY, _LOST))
+        number: text
+        for number, text in verdicts.items()
+        if number in of_ends or text.startswith(_NO_MODEL)
     }
 
 
 def ends(rounds: Collection[int]) -> list[int]:
-    """Return the first and the last round; one round if they are the same, none without
-    rounds.
-    """
+    """Return the first and the last round; one round if they are the same."""
     return sorted({min(rounds), max(rounds)}) if rounds else []
 
 
-def counted(number: int, one: str, several: str) -> str:
+def counted(number: int, singular: str, plural: str) -> str:
     """Return a number with its noun, ``1 reply`` or ``2 replies``."""
-    return f"{number} {one if number == 1 else several}"
+    return f"{number} {singular if number == 1 else plural}"

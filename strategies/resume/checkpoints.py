@@ -1,6 +1,4 @@
-"""``Checkpointing``: a folder of checkpoints; a checkpoint is written completely or not
-at all.
-"""
+"""``Checkpointing``: a folder of checkpoints, each written completely or not at all."""
 
 from __future__ import annotations
 
@@ -34,7 +32,8 @@ from fedrot.strategies.resume.values import decode, encode
 from fedrot.strategies.wire.arrays import TIED, from_arrays, model_hash, to_arrays
 
 _FORMAT = 1
-_MODEL, _STATE = "model.safetensors", "state.safetensors"
+_MODEL = "model.safetensors"
+_STATE = "state.safetensors"
 #: The entry of ``_STATE`` that holds, as JSON, all that is no array.
 _ABOUT = "checkpoint"
 #: Beside the checkpoints: the metrics of all rounds, a line a round.
@@ -52,9 +51,7 @@ _METRICS = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The result after a round, with the model, and arguments of
-    ``RunState.restore``.
-    """
+    """The result after a round, and arguments of ``RunState.restore``."""
 
     folder: Path
     round: int
@@ -110,8 +107,7 @@ class Checkpointing:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Make and lock the folder, and remove the unfinished checkpoint of a killed
-        run.
+        """Make and lock the folder, and remove a killed run's unfinished checkpoint.
 
         Raises:
             FedrotError: the folder cannot be made or written to, another run writes to
@@ -154,8 +150,7 @@ class Checkpointing:
                 shutil.rmtree(path)
 
     def save(self, number: int, result: Result, state: RunState) -> Path:
-        """Write the checkpoint of a round, then remove old checkpoints; call it inside
-        ``writing``.
+        """Write the checkpoint of a round inside ``writing``; remove old checkpoints.
 
         Raises:
             FedrotError: the checkpoint cannot be written, and nothing of it is left; or
@@ -184,8 +179,7 @@ class Checkpointing:
     def _write_lines(
         self, number: int, result: Result, temporary: Path
     ) -> tuple[int, str]:
-        """Write the metrics of the rounds up to this one; return their length in bytes
-        and digest.
+        """Write the metrics of the rounds so far; return their bytes and digest.
 
         The first call replaces the file, which begins with the same lines as before;
         others append.
@@ -207,8 +201,7 @@ class Checkpointing:
         return length + len(lines), digest.hexdigest()
 
     def newest(self) -> Checkpoint:
-        """Return the newest valid checkpoint; log a warning for each newer, damaged
-        one.
+        """Return the newest valid checkpoint; warn of each newer, damaged one.
 
         Raises:
             FedrotError: there is no valid checkpoint in this format.
@@ -229,8 +222,10 @@ class Checkpointing:
         )
 
     def read(self, number: int) -> Checkpoint:
-        """Return a round's checkpoint; raises ``FedrotError`` if a file is changed or
-        missing.
+        """Return a round's checkpoint.
+
+        Raises:
+            FedrotError: a file is changed or missing.
         """
         return _read(self.path(number), number)
 
@@ -262,9 +257,11 @@ def _acquire(lock: FileLock, path: Path) -> None:
 
 def _line(number: int, result: Result) -> str:
     """Return a round's metrics as a line of JSON; empty if it has none."""
-    found = {name: getattr(result, name).get(number) for name in _METRICS}
+    records = {name: getattr(result, name).get(number) for name in _METRICS}
     metrics = {
-        name: encode(one, name, {}) for name, one in found.items() if one is not None
+        name: encode(record, name, {})
+        for name, record in records.items()
+        if record is not None
     }
     return json.dumps({"round": number, **metrics}) + "\n" if metrics else ""
 
@@ -272,7 +269,8 @@ def _line(number: int, result: Result) -> str:
 def _write(
     folder: Path, result: Result, state: RunState, about: dict[str, Any]
 ) -> None:
-    arrays, bulk = result.arrays, dict[str, np.ndarray]()
+    arrays = result.arrays
+    bulk = dict[str, np.ndarray]()
     safetensors.torch.save_file(_unshared(from_arrays(arrays)), folder / _MODEL)
     about |= {
         "format": _FORMAT,
@@ -293,10 +291,14 @@ def _write(
 
 
 def _read(folder: Path, number: int) -> Checkpoint:
-    """Return a checkpoint; raises ``FedrotError`` if a file is changed, missing or a
-    link.
+    """Return a checkpoint.
+
+    Raises:
+        FedrotError: a file is changed, missing or a link.
     """
-    model, state, lines = folder / _MODEL, folder / _STATE, folder.with_name(_LINES)
+    model = folder / _MODEL
+    state = folder / _STATE
+    lines = folder.with_name(_LINES)
     for path in (folder, model, state, lines):
         if path.is_symlink() or path.is_fifo():
             raise FedrotError(
@@ -308,15 +310,15 @@ def _read(folder: Path, number: int) -> Checkpoint:
             _check(state, _arrays_digest(bulk), file.metadata()["sha256"])
         about = json.loads(bulk.pop(_ABOUT).tobytes())
         if (about["format"], about["round"]) != (_FORMAT, number):
-            said = f"It is of round {about['round']} in format {about['format']}"
+            about_it = f"It is of round {about['round']} in format {about['format']}"
             raise FedrotError(
-                f"{said}, but this is round {number} in format {_FORMAT}."
+                f"{about_it}, but this is round {number} in format {_FORMAT}."
             )
         _check(model, _digest(model), about["sha256"])
         tensors = safetensors.torch.load_file(model)
         shared = {name: tensors[tied] for name, tied in about["tied"].items()}
-        own = {name for name, tied in about["tied"].items() if name == tied}
-        _check(model, model_hash(tensors, own), model_hash(shared, own))
+        untied = {name for name, tied in about["tied"].items() if name == tied}
+        _check(model, model_hash(tensors, untied), model_hash(shared, untied))
         result = Result(to_arrays(shared))
         length, digest = about["lines"]
         with lines.open("rb") as file:
@@ -335,24 +337,25 @@ def _read(folder: Path, number: int) -> Checkpoint:
         ) from error
 
 
-def _check(path: Path, found: str, digest: str) -> None:
-    if found != digest:
+def _check(path: Path, actual: str, digest: str) -> None:
+    if actual != digest:
         raise FedrotError(f"'{path.name}' was changed after it was written.")
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that share no memory, as safetensors requires; others are not
-    copied.
+    """Return tensors that share no memory, as safetensors requires.
+
+    Others are not copied.
     """
-    found: dict[str, Tensor] = {}
+    separate: dict[str, Tensor] = {}
     taken: set[int] = set()
     for name, tensor in tensors.items():
         memory = tensor.untyped_storage().data_ptr()
-        found[name] = (
+        separate[name] = (
             tensor.clone().contiguous() if memory in taken else tensor.contiguous()
         )
         taken.add(memory)
-    return found
+    return separate
 
 
 def _digest(path: Path) -> str:
@@ -361,8 +364,8 @@ def _digest(path: Path) -> str:
 
 
 def _arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, array in sorted(arrays.items()):
-        found.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

@@ -1,6 +1,4 @@
-"""``run``: Flower's loop with a checkpoint after every round, from round 1 or from a
-checkpoint.
-"""
+"""``run``: Flower's loop with a checkpoint after every round, maybe resumed."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from logging import INFO, WARNING
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
@@ -35,15 +34,13 @@ def run(
     *,
     checkpoints: Checkpointing,
 ) -> Result:
-    """CheckpointedRun a strategy by Flower's ``Strategy.start``, and write a checkpoint
-    after every round.
+    """Run a strategy by Flower's ``Strategy.start``; write a checkpoint a round.
 
     A resumed run continues after the newest valid checkpoint. It restores the model,
     the result so far, the strategy's state, the changed entries of the configurations,
     and the random generators. If the strategy has a method ``begin``, it is called
     first, with the last finished round: 0 if the run was killed in round 1, None for a
-    new run. If it has a method ``model_of``, the arrays that this method returns are
-    compared to recognise a checkpoint of another model.
+    new run.
 
     Args:
         strategy: built as for the run that is resumed.
@@ -64,7 +61,8 @@ def run(
     killed_in_first = checkpoints.used()
     with checkpoints.writing():
         state = RunState(strategy, train_config, evaluate_config)
-        done, result = 0, Result(arrays=initial_arrays)
+        done = 0
+        result = Result(arrays=initial_arrays)
         if not checkpoints.rounds():
             log(
                 INFO,
@@ -72,21 +70,23 @@ def run(
                 checkpoints.folder,
             )
         else:
-            done, result = _restored(checkpoints, strategy, initial_arrays, state)
+            done, result = _restored(checkpoints, initial_arrays, state)
             if done > num_rounds:
-                said = (
+                message = (
                     f"'{checkpoints.folder}' holds round {done}, and num_rounds is "
                     f"{num_rounds}: no round is run, and the model of round {done} is "
                     "returned. Give another folder to start anew."
                 )
-                log(WARNING, said)
+                log(WARNING, message)
         if hasattr(strategy, "begin"):
             strategy.begin(done or (0 if killed_in_first else None))
-        # Flower logs the name of the strategy's class.
-        kind = type(type(strategy).__name__, (CheckpointedRun,), {})
-        rounds: CheckpointedRun = kind(
+        rounds = _named_as(strategy)(
             strategy, evaluate_fn, state, checkpoints, done, result
         )
+        further: dict[str, Any] = {}
+        if should_stop is not None:
+            # Flower before 1.43 has no such argument.
+            further["should_stop"] = rounds.unfinished(should_stop)
         result = Strategy.start(
             rounds,
             grid,
@@ -96,11 +96,7 @@ def run(
             train_config,
             evaluate_config,
             rounds.evaluate if rounds.evaluates else None,
-            **(
-                {}
-                if should_stop is None
-                else {"should_stop": rounds.unfinished(should_stop)}
-            ),
+            **further,
         )
     # Before 1.43, Flower returned no model if every round had failed.
     result.arrays = result.arrays or initial_arrays
@@ -109,8 +105,7 @@ def run(
 
 @dataclass(eq=False)
 class CheckpointedRun(Strategy):
-    """A strategy in Flower's loop: finished rounds are read from a checkpoint, other
-    rounds are saved.
+    """A strategy in Flower's loop: rounds are read from a checkpoint, or saved.
 
     In a finished round no client is asked, and Flower receives the saved metrics, and
     in the last finished round, ``done``, also the model. The random generators are
@@ -136,22 +131,19 @@ class CheckpointedRun(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask the clients to train, in a round that is not finished."""
-        asked = server_round > self.done
-        return (
-            self.strategy.configure_train(server_round, arrays, config, grid)
-            if asked
-            else []
-        )
+        if server_round <= self.done:
+            return []
+        return self.strategy.configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return a round's model and metrics."""
         noted = self.result.train_metrics_clientapp
-        if server_round <= self.done:
-            return self.result.arrays if server_round == self.done else None, noted.get(
-                server_round
-            )
+        if server_round < self.done:
+            return None, noted.get(server_round)
+        if server_round == self.done:
+            return self.result.arrays, noted.get(server_round)
         arrays, metrics = self.strategy.aggregate_train(server_round, replies)
         self.result.arrays = self.result.arrays if arrays is None else arrays
         return arrays, _noted(noted, server_round, metrics)
@@ -160,12 +152,9 @@ class CheckpointedRun(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask the clients to evaluate, in a round that is not finished."""
-        asked = server_round > self.done
-        return (
-            self.strategy.configure_evaluate(server_round, arrays, config, grid)
-            if asked
-            else []
-        )
+        if server_round <= self.done:
+            return []
+        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -173,11 +162,8 @@ class CheckpointedRun(Strategy):
         """Return the metrics of the clients' evaluations."""
         noted = self.result.evaluate_metrics_clientapp
         if server_round > self.done:
-            _noted(
-                noted,
-                server_round,
-                self.strategy.aggregate_evaluate(server_round, replies),
-            )
+            metrics = self.strategy.aggregate_evaluate(server_round, replies)
+            _noted(noted, server_round, metrics)
         if not self.evaluates:
             self._end_round(server_round)
         return noted.get(server_round)
@@ -205,9 +191,7 @@ class CheckpointedRun(Strategy):
         self.strategy.summary()
 
     def _end_round(self, number: int) -> None:
-        """Save a round, or restore the random generators after the last finished
-        round.
-        """
+        """Save a new round, or restore the random generators after the last old one."""
         if number == self.done:
             self.state.restore_random()
         elif number > self.done:
@@ -230,28 +214,31 @@ def _noted(
     return metrics
 
 
+def _named_as(strategy: Strategy) -> type[CheckpointedRun]:
+    """Return ``CheckpointedRun`` under a strategy's name, which Flower logs."""
+    return type(type(strategy).__name__, (CheckpointedRun,), {})
+
+
 def _restored(
-    source: Checkpointing, strategy: Strategy, initial: ArrayRecord, state: RunState
+    source: Checkpointing, initial: ArrayRecord, state: RunState
 ) -> tuple[int, Result]:
-    """Return the last finished round and the result so far, and restore the state of
-    the strategy.
-    """
-    found = source.newest()
-    compared = getattr(strategy, "model_of", lambda arrays: arrays)
-    both = compared(found.result.arrays), compared(initial)
-    saved, ours = (
-        {name: array.shape for name, array in arrays.items()} for arrays in both
-    )
-    different = sorted(
-        name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name)
-    )
+    """Return the last finished round and the result so far; restore the state."""
+    newest = source.newest()
+    saved = _shapes(newest.result.arrays)
+    ours = _shapes(initial)
+    different = sorted(dict(saved.items() ^ ours.items()))
     if different:
         name = different[0]
+        there = saved.get(name, "missing")
+        here = ours.get(name, "missing")
         raise FedrotError(
-            f"'{found.folder}' is of another model: '{name}' is "
-            f"{saved.get(name, 'missing')} there and {ours.get(name, 'missing')} in "
-            f"initial_arrays ({len(different)} tensors differ)."
+            f"'{newest.folder}' is of another model: '{name}' is {there} there and "
+            f"{here} in initial_arrays ({len(different)} tensors differ)."
         )
-    state.restore(found.state, found.state_arrays)
-    log(INFO, "Resumed after round %d from '%s'.", found.round, found.folder)
-    return found.round, found.result
+    state.restore(newest.state, newest.state_arrays)
+    log(INFO, "Resumed after round %d from '%s'.", newest.round, newest.folder)
+    return newest.round, newest.result
+
+
+def _shapes(arrays: ArrayRecord | None) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(array.shape) for name, array in (arrays or {}).items()}

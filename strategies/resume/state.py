@@ -74,10 +74,11 @@ class RunState:
         """Return the state as JSON values; arrays are added to ``arrays``."""
         entries: list[tuple[str, str, bool, Any]] = []
         for key, value in self._entries():
-            access, own = _access(value), dict[str, np.ndarray]()
+            access = _access(value)
+            bulk = dict[str, np.ndarray]()
             plain, parts = self._start.get(key, (None, []))
             try:
-                coded = encode(access[0]() if access else value, ".".join(key), own)
+                coded = encode(access[0]() if access else value, ".".join(key), bulk)
             except UnknownValueError as error:
                 changed = [*map(id, parts)] != [*map(id, _parts(value))]
                 if changed or access or isinstance(value, Collection):
@@ -85,7 +86,7 @@ class RunState:
                 continue
             if access or json.dumps(coded) != plain:
                 entries.append((*key, access is not None, coded))
-            arrays |= own
+            arrays |= bulk
         generators = {name: read() for name, (read, _) in _GENERATORS.items()}
         return {
             "strategy": type(self._strategy).__qualname__,
@@ -109,7 +110,8 @@ class RunState:
                 f"{ours}. Resume with the strategy of the checkpoint, or start a new "
                 "run from its model.safetensors."
             )
-        holders, existing = self._holders(), dict(self._entries())
+        holders = self._holders()
+        existing = dict(self._entries())
         restored: dict[str, dict[str, Any]] = {where: {} for where in holders}
         for where, name, within, coded in saved["entries"]:
             access = _access(existing.get((where, name)))
@@ -132,10 +134,11 @@ class RunState:
             restore(self._random[name])
 
     def _holders(self) -> dict[str, Holder]:
-        """Return the values of the strategies and configurations, and how they are set,
-        by path.
-        """
-        configs = {path: (dict(one), one.update) for path, one in self._configs.items()}
+        """Return by path the values of strategies and configurations, and setters."""
+        configs = {
+            path: (dict(config), config.update)
+            for path, config in self._configs.items()
+        }
         return {**dict(_strategies(self._strategy, "strategy", set())), **configs}
 
     def _entries(self) -> Iterator[tuple[tuple[str, str], Any]]:
@@ -149,7 +152,7 @@ class RunState:
         if error not in self._warned and not type(value).__module__.startswith(
             "fedrot."
         ):
-            said = (
+            message = (
                 "Not in the checkpoints, and lost when the run is resumed: %s Give its "
                 "class"
             )
@@ -157,16 +160,14 @@ class RunState:
                 "state_dict and load_state_dict, or the strategy the methods state and "
                 "restore"
             )
-            log(WARNING, f"{said} the methods {methods}.", error)
+            log(WARNING, f"{message} the methods {methods}.", error)
             self._warned.add(error)
 
 
 def _strategies(
     strategy: Any, path: str, seen: set[int]
 ) -> Iterator[tuple[str, Holder]]:
-    """Yield what may be state of a strategy and of those in its attributes, each with
-    its path.
-    """
+    """Yield what may be state of a strategy and those in its attributes, by path."""
     if id(strategy) in seen:
         return
     seen.add(id(strategy))
@@ -176,11 +177,11 @@ def _strategies(
 
     values = strategy.state() if explicit else vars(strategy)
     left_out = transient_attributes(strategy)
-    kept = {name: one for name, one in values.items() if name not in left_out}
+    kept = {name: value for name, value in values.items() if name not in left_out}
     yield path, (kept, strategy.restore if explicit else vars(strategy).update)
-    for name, one in list(vars(strategy).items()):
-        if isinstance(one, Strategy):
-            yield from _strategies(one, f"{path}.{name}", seen)
+    for name, value in list(vars(strategy).items()):
+        if isinstance(value, Strategy):
+            yield from _strategies(value, f"{path}.{name}", seen)
 
 
 def _plain(value: Any) -> str | None:
@@ -199,9 +200,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _access(value: Any) -> Access | None:
-    """Return how an object's state is read and set in place; None if it has no state of
-    its own.
-    """
+    """Return how an object's state is read and set in place, None without a state."""
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
     if isinstance(value, np.random.Generator):

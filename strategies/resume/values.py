@@ -1,6 +1,4 @@
-"""``encode`` and ``decode``: Python values as JSON and NumPy arrays, and back, bit for
-bit.
-"""
+"""``encode`` and ``decode``: Python values as JSON and NumPy arrays, bit for bit."""
 
 from __future__ import annotations
 

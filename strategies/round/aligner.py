@@ -14,9 +14,8 @@ from fedrot.aggregation import Mean
 from fedrot.alignment.align import Alignment
 from fedrot.alignment.anchors import (
     ANCHORS,
+    AnchorRule,
     Finder,
-    GlobalAnchor,
-    RunningAnchor,
     finder,
     in_other_basis,
 )
@@ -26,7 +25,7 @@ from fedrot.options import AlignmentOptions
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, Update
 from fedrot.symmetry import Symmetry
-from fedrot.tensors import Tensors, check_finite
+from fedrot.tensors import Tensors, check_finite, check_update
 
 _OTHERS = (
     "%d of %d replies seem not to have started from the broadcast model. Check that "
@@ -39,9 +38,7 @@ class Aligner:
     """Leaves every update as it was received; base class of the other aligners."""
 
     def prepare(self, held: Sequence[Update]) -> Sequence[Update]:
-        """Choose the round's coordinates from all updates; return the updates to move,
-        in order.
-        """
+        """Choose the round's coordinates; return the updates to move, in order."""
         return held
 
     def move(self, update: Update) -> Moved:
@@ -50,17 +47,16 @@ class Aligner:
         Raises:
             FedrotError: the update must be dropped.
         """
-        return Moved(update, (update.tensors,), update.statistics)
+        return Moved(update, update.tensors, update.statistics)
 
-    def follow(self, moved: Moved) -> None:
-        """Follow an update that was added to the round's mean."""
+    def follow(self, update: Update, added: Tensors) -> None:
+        """Follow an update of the round's mean; ``added`` is from ``Merge.add``."""
 
     def close(self) -> None:
         """Log messages about all updates of the round."""
 
     def moved_broadcast(self) -> Callable[[], Tensors] | None:
-        """Return a function that returns the broadcast model in the round's
-        coordinates.
+        """Return a function for the broadcast model in the round's coordinates.
 
         None if the broadcast model is already in these coordinates. The function raises
         ``UpdateError`` if the broadcast model cannot be matched.
@@ -70,9 +66,7 @@ class Aligner:
 
 @dataclass(frozen=True)
 class AlignmentPlan:
-    """The symmetry, options and device of an aligned strategy; the same in every
-    round.
-    """
+    """The symmetry, options and device of an aligned strategy, for all rounds."""
 
     symmetry: Symmetry
     options: AlignmentOptions
@@ -82,7 +76,7 @@ class AlignmentPlan:
 class ToAnchor(Aligner):
     """Aligns each update of one round to the round's anchor, ``rule``.
 
-    On a GPU, with the anchors ``global`` and ``running``, an update is aligned layer by
+    On a GPU, with an anchor that is found ``by_layers``, an update is aligned layer by
     layer while it is added to a mean on the GPU. Otherwise updates are aligned as a
     whole. Updates are added to the mean ``shared`` before ``follow``; it is None with
     other aggregations.
@@ -98,25 +92,21 @@ class ToAnchor(Aligner):
         record: RoundRecord,
         shared: Mean | None = None,
     ) -> None:
-        self.plan, self.broadcast, self.record, self.shared = (
-            plan,
-            broadcast,
-            record,
-            shared,
-        )
-        on_gpu = plan.device.type != "cpu" and plan.options.anchor in (
-            "global",
-            "running",
-        )
-        self._by_layer = self.by_layers and on_gpu and shared is not None
+        self.plan = plan
+        self.broadcast = broadcast
+        self.record = record
+        self.shared = shared
+        self.rule_class = ANCHORS[plan.options.anchor]
+        on_gpu = plan.device.type != "cpu" and shared is not None
+        self._by_layer = on_gpu and self.by_layers and self.rule_class.by_layers
+        check_update(broadcast, plan.symmetry.shapes)
         self.rule = self.rule_at(broadcast, shared)
 
-    def rule_at(self, base: Tensors, shared: Mean | None) -> GlobalAnchor:
+    def rule_at(self, base: Tensors, shared: Mean | None) -> AnchorRule:
         """Return the anchor of a round in the coordinates of ``base``."""
         base = self.there(base)
-        if self.plan.options.anchor == "running":
-            return RunningAnchor(Anchor(base), self.finder(base), shared)
-        return ANCHORS[self.plan.options.anchor](Anchor(base), self.finder(base))
+        mean = shared if self.rule_class.follows_mean else None
+        return self.rule_class(Anchor(base), self.finder(base), mean)
 
     def finder(self, base: Tensors) -> Finder:
         """Return the function that finds one update's alignment to one anchor."""
@@ -128,23 +118,22 @@ class ToAnchor(Aligner):
         return bool(self.plan.options.for_model(self.plan.symmetry).canonical)
 
     def move(self, update: Update) -> Moved:
-        """Return the update with its statistics in the round's coordinates, see
-        ``Aligner``.
-        """
-        plan, tensors = self.plan, update.tensors
+        """Return the update in the round's coordinates, see ``Aligner``."""
+        plan = self.plan
         self.record.other_basis += in_other_basis(
-            tensors, self.broadcast, plan.symmetry
+            update.tensors, self.broadcast, plan.symmetry
         )
-        if self._by_layer:
-            how = (
-                self.rule.current,
-                plan.symmetry,
-                plan.options,
-                plan.device,
-                update.statistics,
-            )
-            return Moved(update, *moved_by_layer(tensors, *how))
-        return self.moved_to_anchor(update)
+        if not self._by_layer:
+            return self.moved_to_anchor(update)
+        layers, statistics, report = moved_by_layer(
+            update.tensors,
+            self.rule.current,
+            plan.symmetry,
+            plan.options,
+            plan.device,
+            update.statistics,
+        )
+        return Moved(update, {}, statistics, report, layers)
 
     def moved_to_anchor(self, update: Update) -> Moved:
         """Return a whole update, moved to the round's anchor."""
@@ -153,24 +142,20 @@ class ToAnchor(Aligner):
 
     def moved(self, update: Update, tensors: Tensors, alignment: Alignment) -> Moved:
         """Return an update moved by an alignment, given its tensors on the device."""
-        given = {
+        statistics = {
             kind: self.there(by_name) for kind, by_name in update.statistics.items()
         }
-        statistics = alignment.transport(given) if given else {}
-        moved = self.there(alignment.apply(tensors))
+        if statistics:
+            statistics = alignment.transport(statistics)
+        moved = self.there(alignment.move(tensors))
+        changed = {n: tensor for n, tensor in moved.items() if tensor is not tensors[n]}
         # The canonical form of huge values overflows.
-        check_finite(
-            {
-                name: tensor
-                for name, tensor in moved.items()
-                if tensor is not tensors[name]
-            }
-        )
-        return Moved(update, (moved,), statistics, lambda: alignment.report)
+        check_finite(changed)
+        return Moved(update, moved, statistics, lambda: alignment.report)
 
-    def follow(self, moved: Moved) -> None:
+    def follow(self, update: Update, added: Tensors) -> None:
         """Pass the update to an anchor that follows the round."""
-        self.rule.accept({} if self._by_layer else moved.tensors, moved.update.weight)
+        self.rule.accept(added, update.weight)
 
     def close(self) -> None:
         """Log how many replies seem to come from another basis."""
@@ -178,25 +163,26 @@ class ToAnchor(Aligner):
             log(WARNING, _OTHERS, self.record.other_basis, len(self.record.reports))
 
     def moved_broadcast(self) -> Callable[[], Tensors] | None:
-        """Return a function for the broadcast model in the round's coordinates, see
-        ``Aligner``.
-        """
-        return (
-            partial(self.in_coordinates_of, self.broadcast) if self.canonical else None
-        )
+        """Return a function for the broadcast model in these coordinates, or None."""
+        if not self.canonical:
+            return None
+        return partial(self.in_coordinates_of, self.broadcast)
 
     def in_coordinates_of(self, base: Tensors) -> Tensors:
         """Return the broadcast model in the coordinates of a round with this base."""
-        model, base = self.there(self.broadcast), self.there(base)
-        return GlobalAnchor(Anchor(base), self.finder(base)).align(model).apply(model)
+        model = self.there(self.broadcast)
+        base = self.there(base)
+        return self.finder(base)(model, Anchor(base)).move(model)
 
     def there(self, tensors: Tensors) -> Tensors:
-        """Return tensors on the device for whole updates; a tensor under several names
-        stays one.
+        """Return tensors on the device for whole updates.
+
+        A tensor under several names stays one.
         """
         device = self.plan.device
         if self._by_layer or device.type == "cpu":
             return tensors
-        given = dict(tensors)
-        moved = {id(tensor): tensor.to(device) for tensor in given.values()}
-        return {name: moved[id(tensor)] for name, tensor in given.items()}
+        # A mapping may make its tensors when they are read; ids need kept ones.
+        known = dict(tensors)
+        moved = {id(tensor): tensor.to(device) for tensor in known.values()}
+        return {name: moved[id(tensor)] for name, tensor in known.items()}

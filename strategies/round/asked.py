@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from flwr.app import (
-    ConfigRecord,
-    Message,
-    Metadata,
-)
+from flwr.app import ConfigRecord, Message, Metadata
 from flwr.serverapp import Grid
 
 from fedrot.errors import UpdateError
-from fedrot.strategies.round.update import Question, question_of
-from fedrot.strategies.wire.arrays import (
-    records_of_type,
-)
+from fedrot.strategies.wire.arrays import records_of_type
 from fedrot.strategies.wire.lazy_grid import LazyGrid
 
-#: Optional ConfigRecord of a reply with the client's own id, independent of its node
-#: id.
-CLIENT_RECORD, CLIENT_KEY = "client", "partition-id"
+#: Optional ConfigRecord of a reply with the client's own id, not its node's.
+CLIENT_RECORD = "client"
+CLIENT_KEY = "partition-id"
 
-
-#: Optional ConfigRecord of a reply with settings of the client's adapter, see
-#: ``adapter_record``.
+#: Optional ConfigRecord of a reply with its adapter's settings, see ``adapter_record``.
 ADAPTER_RECORD = "fedrot-adapter"
+
+
+class Question(NamedTuple):
+    """A message to a node; at most one reply of a round answers it."""
+
+    message_id: str
+    node: int
+
+
+def question_of(reply: Message) -> Question:
+    """Return the question that a reply claims to answer."""
+    return Question(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
 
 
 class Asked:
@@ -45,22 +49,23 @@ class Asked:
     ) -> None:
         self._known = messages is not None
         self.questions = [
-            Question(one.message_id, one.dst_node_id) for one in messages or ()
+            Question(metadata.message_id, metadata.dst_node_id)
+            for metadata in messages or ()
         ]
         self._asked = set(self.questions)
         self._silent = set(self._asked)
         self._clients = {} if clients is None else clients
 
-    def check(self, message: Message) -> None:
+    def accept(self, message: Message) -> None:
         """Mark a request as answered; raises ``UpdateError`` if it is not open."""
         question = self.question(message)
-        if question not in self._asked and not self._known:
+        if question not in self._asked:
+            if self._known:
+                raise UpdateError(
+                    "It matches no request of this round (late, or of another run)."
+                )
             self._asked.add(question)
             self._silent.add(question)
-        if question not in self._asked:
-            raise UpdateError(
-                "It matches no request of this round (late, or of another run)."
-            )
         if question not in self._silent:
             raise UpdateError(
                 "Its sender has already answered in this round; the first answer is "
@@ -74,17 +79,16 @@ class Asked:
 
         If a node has left, the SuperLink answers with an error under its own node id.
         """
-        to = message.metadata.reply_to_message_id
-        of = (
-            [q for q in self._asked if q.message_id == to]
-            if message.has_error()
-            else []
-        )
-        return of[0] if len(of) == 1 else question_of(message)
+        claimed = question_of(message)
+        if not message.has_error():
+            return claimed
+        same = [q for q in self._asked if q.message_id == claimed.message_id]
+        return same[0] if len(same) == 1 else claimed
 
     def failed(self, message: Message) -> int | None:
-        """Mark an error reply's request as answered; return its client, None if already
-        answered.
+        """Mark an error reply's request as answered; return its client.
+
+        None if the request is not open.
         """
         question = self.question(message)
         if question not in self._silent:
@@ -95,25 +99,22 @@ class Asked:
 
     @property
     def silent(self) -> list[int]:
-        """The clients that have not answered, by their own ids if known, else by node
-        id.
-        """
-        return sorted(self._clients.get(one.node, one.node) for one in self._silent)
+        """The clients that have not answered, by their own ids or else by node id."""
+        nodes = [question.node for question in self._silent]
+        return sorted(self._clients.get(node, node) for node in nodes)
 
 
-def sent_by(grid: Grid | None, given: list[Metadata] | None) -> list[Metadata] | None:
-    """Return the messages that a grid has sent; a subclass may have changed the given
-    ones.
-    """
-    return (grid.sent if isinstance(grid, LazyGrid) else []) or given
+def sent_by(grid: Grid | None, made: list[Metadata] | None) -> list[Metadata] | None:
+    """Return the messages that a grid has sent; else those that were ``made``."""
+    # A subclass may have sent other messages than those that were made.
+    return (grid.sent if isinstance(grid, LazyGrid) else []) or made
 
 
 def client_id(message: Message) -> int:
     """Return the client's own partition id if it sent one, else its node id."""
-    record = (
-        records_of_type(message.content, ConfigRecord).get(CLIENT_RECORD)
-        if message.has_content()
-        else None
-    )
-    own = record.get(CLIENT_KEY) if record is not None else None
-    return own if isinstance(own, int) else message.metadata.src_node_id
+    if message.has_content():
+        configs = records_of_type(message.content, ConfigRecord)
+        client = configs.get(CLIENT_RECORD, {}).get(CLIENT_KEY)
+        if isinstance(client, int):
+            return client
+    return message.metadata.src_node_id

@@ -25,8 +25,7 @@ from fedrot.strategies.wire.arrays import records_of_type
 def readable_evaluations(
     replies: Iterable[Message], asked: Asked, weighted_by: str
 ) -> list[Message]:
-    """Return the evaluations to average, then one error reply per client; log dropped
-    evaluations.
+    """Return the evaluations to average, then error replies; log dropped evaluations.
 
     No evaluation is returned if all together have no examples. An evaluation without
     examples is dropped if a metric is NaN, because the mean over all clients would be
@@ -52,7 +51,7 @@ def readable_evaluations(
                 failed[-1].error = Error(message.error.code, reason)
             continue
         try:
-            asked.check(message)
+            asked.accept(message)
             examples = read_weight(message.content, weighted_by)
             if not examples:
                 _check_finite_metrics(message.content, weighted_by)
@@ -72,9 +71,7 @@ def readable_evaluations(
 
 
 def _check_finite_metrics(content: RecordDict, weighted_by: str) -> None:
-    """Raise ``UpdateError`` if an evaluation without examples has a metric that is NaN
-    or infinite.
-    """
+    """Raise ``UpdateError`` if a metric is NaN or infinite."""
     (metrics,) = records_of_type(content, MetricRecord).values()
     for key, number in numbers_of(metrics):
         if not math.isfinite(number):

@@ -37,15 +37,15 @@ HIGHER = frozenset(
 )
 
 #: Names of the two results in metrics; the first is kept if values are equal.
-PLAIN, ALIGNED = "plain", "aligned"
+PLAIN = "plain"
+ALIGNED = "aligned"
 #: Name, in the log, of the result of an aggregation.
 MERGED = "merged"
 
 
 @dataclass(frozen=True)
 class Guard:
-    """Keeps the plain mean of a round, without alignment, unless the round's result is
-    better.
+    """Keeps the plain mean of a round unless the round's result is better.
 
     The round's result is the mean of the aligned updates, or the result of ``FedRot``'s
     ``aggregation``. The plain mean is that of the same updates as they were received.
@@ -99,21 +99,21 @@ class Guard:
 
 
 class Comparison:
-    """Evaluates the plain mean and the other result of a round, and keeps the better
-    one.
+    """Evaluates the plain mean and the other result of a round; keeps the better one.
 
     ``name`` is the other result's in the log; ``always`` evaluates also if no group was
     moved.
     """
 
     def __init__(self, guard: Guard, name: str = ALIGNED, always: bool = False) -> None:
-        self.guard, self._name, self._always = guard, name, always
+        self.guard = guard
+        self._name = name
+        self._always = always
         self._evaluate = guard.evaluate
         self._known: tuple[int, ArrayRecord, MetricRecord | None] | None = None
 
     def evaluating(self, evaluate: Evaluate | None, merges: bool) -> Evaluate | None:
-        """Return the server's evaluation function, which does not evaluate the kept
-        mean again.
+        """Return the server's evaluation function, which evaluates no mean twice.
 
         ``evaluate`` is that of ``start``; ``merges`` is False if the base strategy
         needs every update.
@@ -136,15 +136,16 @@ class Comparison:
         self._evaluate = evaluate
 
         def once(number: int, arrays: ArrayRecord) -> MetricRecord | None:
-            known, self._known = self._known, None
+            known = self._known
+            self._known = None
             if known is not None and known[0] == number and known[1] is arrays:
                 return known[2]
-            found = evaluate(number, arrays)
-            if number == 0 and found is not None:
+            metrics = evaluate(number, arrays)
+            if number == 0 and metrics is not None:
                 self._value(
-                    number, found
+                    number, metrics
                 )  # Raises, before clients train, if the metric is missing.
-            return found
+            return metrics
 
         return once
 
@@ -167,19 +168,22 @@ class Comparison:
         self, record: RoundRecord, aligned: ArrayRecord, plain: ArrayRecord
     ) -> ArrayRecord:
         """Evaluate both results of a round, and return the better one."""
-        number, means = record.number, {PLAIN: plain, ALIGNED: aligned}
+        number = record.number
+        means = {PLAIN: plain, ALIGNED: aligned}
         if self._evaluate is None:
             raise FedrotError(
                 "guard needs evaluate_fn: call this strategy's start with evaluate_fn."
             )
-        found = {name: self._evaluate(number, mean) for name, mean in means.items()}
-        values = {name: self._value(number, metrics) for name, metrics in found.items()}
+        evaluated = {name: self._evaluate(number, mean) for name, mean in means.items()}
+        values = {
+            name: self._value(number, metrics) for name, metrics in evaluated.items()
+        }
         sign = 1 if self.guard.higher_is_better else -1
         best = max(
             values, key=lambda name: (not math.isnan(values[name]), sign * values[name])
         )
         if self.guard.evaluate is None:
-            self._known = number, means[best], found[best]
+            self._known = number, means[best], evaluated[best]
         figures = {f"fedrot-guard-{name}": value for name, value in values.items()}
         record.guard = {**figures, KEPT_ALIGNED: int(best == ALIGNED)}
         kept = PLAIN if best == PLAIN else self._name
@@ -209,7 +213,7 @@ class Comparison:
 
 
 def comparison_of(
-    given: object,
+    argument: object,
     alignment: AlignmentOptions | None,
     other_basis: AlignmentOptions | None,
     *,
@@ -220,9 +224,9 @@ def comparison_of(
     ``alignment`` and ``other_basis`` are the strategy's options for replies in the same
     and in another basis; ``aggregates`` says whether it has an ``aggregation``.
     """
-    guard = Guard(given) if isinstance(given, str) else given
+    guard = Guard(argument) if isinstance(argument, str) else argument
     if not isinstance(guard, Guard):
-        kind = type(given).__name__
+        kind = type(argument).__name__
         raise FedrotError(
             f"guard is a {kind}; give a metric's name, guard='accuracy', or a Guard."
         )

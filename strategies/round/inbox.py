@@ -1,6 +1,4 @@
-"""The inbox of a round, which reads updates from messages and drops invalid ones with a
-reason.
-"""
+"""The inbox of a round: reads updates from messages, and drops invalid ones."""
 
 from __future__ import annotations
 
@@ -28,7 +26,9 @@ from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.wire.arrays import (
     STATISTICS,
+    decoded,
     from_arrays,
+    headers,
     model_hash,
     model_records,
     records_of_type,
@@ -60,11 +60,13 @@ def with_common_layout(
     """Split replies into those with the most common layout, and the others."""
     layouts = [layout(item) for item in items]
     counts = Counter(layouts)
-    common = counts.most_common(1)[0][0] if counts else ()
-    return (
-        [item for item, own in zip(items, layouts, strict=True) if own == common],
-        [item for item, own in zip(items, layouts, strict=True) if own != common],
-    )
+    # Of equally common ones the first.
+    common = max(layouts, key=counts.__getitem__, default=())
+    alike: list[T] = []
+    odd: list[T] = []
+    for item, its_layout in zip(items, layouts, strict=True):
+        (alike if its_layout == common else odd).append(item)
+    return alike, odd
 
 
 def metrics_layout(
@@ -79,9 +81,7 @@ def metrics_layout(
 
 
 def unlike(odd: RecordDict, common: RecordDict) -> str:
-    """Return a description of how a content's metrics differ from the most common
-    ones.
-    """
+    """Return how a content's metrics differ from the most common ones."""
     return f"it has {_listed(odd)}; most have {_listed(common)}"
 
 
@@ -93,9 +93,7 @@ def _listed(content: RecordDict) -> str:
 
 @dataclass(frozen=True)
 class Schema:
-    """The tensors that a reply must hold: names, shapes and dtypes of ``like``, the
-    broadcast model.
-    """
+    """What a reply must hold: names, shapes and dtypes of the broadcast, ``like``."""
 
     like: Tensors
     #: What ``ADAPTER_RECORD`` must not contradict; empty if the model is no adapter.
@@ -106,28 +104,32 @@ class Schema:
         """Shape of every tensor, by name."""
         return {name: tuple(tensor.shape) for name, tensor in self.like.items()}
 
-    def check(self, given: Mapping[str, Shaped]) -> None:
+    def check(self, tensors: Mapping[str, Shaped]) -> None:
         """Raise ``UpdateError`` unless names and shapes are those of an update."""
-        check_update(given, self.shapes)
+        check_update(tensors, self.shapes)
 
     def read(self, arrays: ArrayRecord, copy: bool) -> dict[str, Tensor]:
         """Return a reply's tensors, in the broadcast order and dtypes.
 
-        ``copy`` copies tensors instead of returning views of the received bytes. The
-        order of summation depends on memory alignment; a copy makes runs identical.
+        Names, shapes and dtypes are checked before an array is decoded; nothing in a
+        round checks them again. ``copy`` copies tensors instead of returning views of
+        the received bytes. The order of summation depends on memory alignment; a copy
+        makes runs identical.
 
         Raises:
             UpdateError: an array cannot be decoded, or the tensors are not a finite
                 update of the model.
         """
-        tensors = from_arrays(arrays, writable=copy)
-        self.check(tensors)
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() != self.like[name].is_floating_point():
+        claims = headers(arrays)
+        self.check(claims)
+        for name, claim in claims.items():
+            wanted = self.like[name].dtype
+            if claim.dtype.is_floating_point != wanted.is_floating_point:
                 raise UpdateError(
-                    f"The tensor '{name}' is {tensor.dtype}, the broadcast model's is "
-                    f"{self.like[name].dtype}. Send the same kind of numbers."
+                    f"The tensor '{name}' is {claim.dtype}, the broadcast model's is "
+                    f"{wanted}. Send the same kind of numbers."
                 )
+        tensors = decoded(arrays, claims, writable=copy)
         check_finite(tensors)
         # Flower's wrappers identify tensors by their position.
         return {name: self._cast(name, tensors[name]) for name in self.like}
@@ -137,9 +139,7 @@ class Schema:
         return {}
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor in the broadcast dtype, or in float32 if this rounds it
-        before the mean.
-        """
+        """Return a tensor in the broadcast dtype, or float32 if this would round it."""
         dtype = self.like[name].dtype
         cast = tensor.to(dtype)
         if cast.dtype != tensor.dtype and not bool(torch.isfinite(cast).all()):
@@ -187,7 +187,7 @@ class Inbox:
                 self.record.fail(client, message.error.reason or "no reason given")
             return None
         try:
-            self.asked.check(message)
+            self.asked.accept(message)
             update = self.decode(message)
         except Exception as error:
             self.record.drop(client_id(message), refusal(error))
@@ -196,9 +196,7 @@ class Inbox:
         return update
 
     def decode(self, message: Message) -> Update:
-        """Check a reply and return its update; raises ``UpdateError`` if it is
-        invalid.
-        """
+        """Check a reply and return its update; raises ``UpdateError``."""
         content = message.content
         records = model_records(content)
         if len(records) != 1:
@@ -217,13 +215,13 @@ class Inbox:
                     f"number from 0 to {most:g}."
                 )
         wanted = self.schema.settings
-        said: Mapping[str, Any] = records_of_type(content, ConfigRecord).get(
+        settings: Mapping[str, Any] = records_of_type(content, ConfigRecord).get(
             ADAPTER_RECORD, {}
         )
         for name, value in wanted.items():
-            if (own := said.get(name, value)) != value:
+            if (sent := settings.get(name, value)) != value:
                 what = (
-                    f"The adapter's {name} is {own!r:.60}, the server's {value!r:.60}."
+                    f"The adapter's {name} is {sent!r:.60}, the server's {value!r:.60}."
                 )
                 raise UpdateError(f"{what} Build it with the server's LoraConfig.")
         ((record, arrays),) = records.items()
@@ -249,9 +247,10 @@ class Inbox:
             statistics = {}
         if not self.needs:
             statistics = {
-                kind: found for kind, found in statistics.items() if kind == TRAINED
+                kind: by_name for kind, by_name in statistics.items() if kind == TRAINED
             }
-        client, origin = client_id(message), dict[str, Any]()
+        client = client_id(message)
+        origin = dict[str, Any]()
         if self.hashes:
             origin = {
                 "client": client,
@@ -259,7 +258,7 @@ class Inbox:
                 "sha256": model_hash(from_arrays(arrays)),
                 "weight": weight,
                 "statistics": sorted(statistics),
-                **{name: said.get(name) for name in wanted},
+                **{name: settings.get(name) for name in wanted},
                 **self.schema.about(tensors),
             }
         return Update(client, message, record, tensors, weight, statistics, origin)
@@ -273,8 +272,10 @@ class Inbox:
 def read_weight(
     content: RecordDict, weighted_by_key: str, smallest: float = 0.0
 ) -> float:
-    """Return the weight in a content's only MetricRecord; raises ``UpdateError`` if
-    that is invalid.
+    """Return the weight in a content's only MetricRecord.
+
+    Raises:
+        UpdateError: there is no valid weight.
     """
     if len(records_of_type(content, MetricRecord)) != 1:
         raise UpdateError(

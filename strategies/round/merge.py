@@ -82,15 +82,16 @@ class Merge(Protocol):
 
     mean: Mean | None
 
-    def add(self, moved: Moved) -> bool:
-        """Add an update; return True if it was added, so that the anchor may follow."""
+    def add(self, moved: Moved) -> Tensors | None:
+        """Add an update; return its tensors for the anchor, None if it was dropped.
+
+        They are empty if the update was added layer by layer.
+        """
 
     def result(
         self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None
     ) -> Aggregated:
-        """Return the new model and metrics, once, at the end; see
-        ``Aligner.moved_broadcast``.
-        """
+        """Return the new model and metrics, once; see ``Aligner.moved_broadcast``."""
 
 
 class Averaged:
@@ -106,164 +107,156 @@ class Averaged:
         record: RoundRecord,
         comparison: Comparison | None = None,
     ) -> None:
-        self.record, self.comparison = record, comparison
+        self.record = record
+        self.comparison = comparison
         aggregator = build()
-        self.mean = aggregator if type(aggregator) is Mean else None
-        #: The aggregator, and with a guard the mean of the updates as they were
-        #: received.
-        self._aggregators = [aggregator] if comparison is None else [aggregator, Mean()]
+        #: Emptied by ``result``: it may be larger than the model.
+        self._aggregator: Aggregator | None = aggregator
+        self.mean: Mean | None = None
+        if isinstance(aggregator, Mean) and aggregator.streams:
+            self.mean = aggregator
+        #: With a guard the mean of the updates as they were received.
+        self._as_received = None if comparison is None else Mean()
         #: Metrics and small configurations of the updates.
         self._contents: list[RecordDict] = []
 
-    def add(self, moved: Moved) -> bool:
+    def add(self, moved: Moved) -> Tensors | None:
         """Add an update; drop it if the aggregator refuses it."""
-        update, (aggregator, *as_received) = moved.update, self._aggregators
+        update = moved.update
+        assert self._aggregator is not None  # until ``result``
         try:
-            if type(aggregator) is Mean:
-                aggregator.fold_parts(moved.parts, update.weight, moved.statistics)
+            if self._aggregator.streams:
+                layers = [moved.tensors] if moved.layers is None else moved.layers
+                self._aggregator.fold_parts(layers, update.weight, moved.statistics)
             else:
-                aggregator.add(moved.tensors, update.weight, moved.statistics)
-            for mean in as_received:
-                mean.add(update.tensors, update.weight, update.statistics)
+                self._aggregator.add(moved.tensors, update.weight, moved.statistics)
         except UpdateError as error:
             self.record.drop(update.client, str(error))
-            return False
+            return None
+        if self._as_received is not None:
+            self._as_received.fold(update.tensors, update.weight, update.statistics)
         self._contents.append(without_arrays(update.message.content))
         self.record.merged(moved)
         if update.origin:
             self.record.origins.append(update.origin)
-        return True
+        return moved.tensors
 
     def result(
         self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None
     ) -> Aggregated:
         """Return the merged model, after the base strategy has aggregated the mean."""
         record = self.record
-        merged, contents, kept_plain = self._merged(wrapped)
-        metrics = _train_metrics(wrapped, contents) if contents else None
+        record.accepted = len(self._contents)
+        merged, is_plain = self._merged(wrapped)
+        metrics = _train_metrics(wrapped, self._contents) if self._contents else None
         if merged is None or wrapped.wrapped_class is FedAvg:
             return merged, metrics
         # The base strategy receives the mean as the round's only update.
+        mean = of_mean(merged, wrapped.weighted_by)
         integers = integers_of(merged)
-        mean, state = of_mean(merged, wrapped.weighted_by), vars(wrapped.strategy)
-        before = dict(
-            state
-        )  # Flower's strategies replace attributes, and change none in place.
+        # Flower's strategies replace attributes, and change none in place.
+        state = vars(wrapped.strategy)
+        before = dict(state)
         # The plain mean is in the broadcast model's coordinates.
-        moved = None if kept_plain else moved_broadcast
+        moved = None if is_plain else moved_broadcast
         with without_metrics(wrapped.strategy):
             arrays, _ = _aggregated(wrapped, record.number, [mean], moved)
-        found = (
-            _restored(arrays, wrapped.broadcast, integers)
-            if arrays is not None
-            else None
-        )
-        if found is None or not record.finite(from_arrays(found)):
-            state.clear()
-            state.update(before)
-            return None, metrics
-        return found, metrics
+        if arrays is not None:
+            arrays = _restored(arrays, wrapped.broadcast, integers)
+            if record.finite(from_arrays(arrays)):
+                return arrays, metrics
+        state.clear()
+        state.update(before)
+        return None, metrics
 
-    def _merged(
-        self, wrapped: Wrapped
-    ) -> tuple[ArrayRecord | None, list[RecordDict], bool]:
-        """Return the merged model, None if the round failed, and the metrics of the
-        clients.
+    def _merged(self, wrapped: Wrapped) -> tuple[ArrayRecord | None, bool]:
+        """Return the merged model, and whether it is the plain mean of a guard.
 
-        The last value is True if a guard has kept the plain mean. The aggregators,
-        which may be larger than the model, are released when this method returns.
+        None if the round failed. The aggregators are released when this method returns.
         """
-        record, comparison, contents = self.record, self.comparison, self._contents
-        aggregators, self._aggregators, self.mean = self._aggregators, [], None
-        record.accepted = len(contents)
-        if not record.enough(wrapped.min_replies):
-            return None, contents, False
-        sent = (
-            wrapped.broadcast
-            if wrapped.wrapped_class is FedAvg
-            else plain(wrapped.broadcast)
-        )
-        of_mean = type(aggregators[0]) is Mean
-        if comparison is None or (of_mean and not comparison.needed(record)):
-            return self._encoded(aggregators[0], sent), contents, False
-        as_received = self._encoded(aggregators.pop(), sent)
-        aligned = self._encoded(aggregators.pop(), sent)
-        if as_received is None or aligned is None:
-            return None, contents, False
-        kept = comparison.kept(record, aligned, as_received)
-        return kept, contents, kept is as_received
+        aggregator = self._aggregator
+        as_received = self._as_received
+        comparison = self.comparison
+        is_mean = self.mean is not None
+        self._aggregator = self._as_received = self.mean = None
+        if aggregator is None or not self.record.enough(wrapped.min_replies):
+            return None, False
+        sent = wrapped.broadcast
+        if wrapped.wrapped_class is not FedAvg:
+            sent = plain(sent)
+        if comparison is None or as_received is None:
+            return self._encoded(aggregator, sent), False
+        if is_mean and not comparison.needed(self.record):
+            return self._encoded(aggregator, sent), False
+        unaligned = self._encoded(as_received, sent)
+        aligned = self._encoded(aggregator, sent)
+        # Its sums may be larger than the models that are evaluated next.
+        del aggregator
+        if unaligned is None or aligned is None:
+            return None, False
+        kept = comparison.kept(self.record, aligned, unaligned)
+        return kept, kept is unaligned
 
     def _encoded(self, aggregator: Aggregator, sent: ArrayRecord) -> ArrayRecord | None:
-        """Return an aggregator's result encoded as ``sent``, None if it is not
-        finite.
-        """
-        merged = (
-            aggregator.result("cpu", last=True)
-            if type(aggregator) is Mean
-            else aggregator.result()
-        )
+        """Return an aggregator's result encoded as ``sent``, None if not finite."""
+        merged = aggregator.release()
         self.record.note(aggregator)
-        found = as_sent(merged, sent)
-        return found if self.record.finite(from_arrays(found)) else None
+        encoded = as_sent(merged, sent)
+        return encoded if self.record.finite(from_arrays(encoded)) else None
 
 
 class Listed:
-    """Holds all updates for a base strategy that needs each of them: medians, Krum,
-    privacy wrappers.
+    """Holds all updates for a base strategy that needs each: medians, Krum, privacy.
 
     ``integers`` are arrays of the broadcast model that the new model keeps. They
     replace the updates' integers: one client could otherwise set their mean, and a
-    privacy wrapper would add noise to them. If a client has marked rows as not trained,
-    all updates are averaged by ``Mean`` instead.
+    privacy wrapper would add noise to them. From the first client on that has marked
+    rows as not trained, all updates are averaged by ``Mean`` instead.
     """
 
     mean: Mean | None = None
 
     def __init__(self, record: RoundRecord, integers: ArrayRecord) -> None:
-        self.record, self._integers = record, integers
+        self.record = record
+        self._integers = integers
         # As floats, because Flower's strategies subtract them.
         self._shown = {name: t.double() for name, t in from_arrays(integers).items()}
         self._held: list[Update] = []
+        #: Takes over all updates when the first one has marks.
+        self._averaged: Averaged | None = None
 
-    def add(self, moved: Moved) -> bool:
-        """Store the update's message."""
-        message, marks = (
-            with_tensors(moved, self._shown),
-            moved.statistics.get(TRAINED, {}),
-        )
-        statistics = {TRAINED: marks} if marks else {}
-        self._held.append(
-            replace(moved.update, tensors={}, statistics=statistics, message=message)
-        )
+    def add(self, moved: Moved) -> Tensors | None:
+        """Store the update's message, or add the update to the mean."""
+        tensors = {**moved.tensors, **self._shown}
+        shown = replace(moved, tensors=tensors)
+        if self._averaged is None and moved.statistics.get(TRAINED):
+            self._averaged = self._average_held()
+        if self._averaged is not None:
+            self._averaged.add(shown)
+            return moved.tensors
+        message = with_tensors(shown)
+        update = replace(moved.update, tensors={}, statistics={}, message=message)
+        self._held.append(update)
         self.record.merged(moved)
-        return True
+        return moved.tensors
+
+    def _average_held(self) -> Averaged:
+        """Return a mean that leaves out rows that are marked as not trained."""
+        merge = Averaged(Mean, self.record)
+        while self._held:
+            update = self._held.pop(0)
+            records = records_of_type(update.message.content, ArrayRecord)
+            merge.add(Moved(update, from_arrays(records[update.record]), {}))
+        return merge
 
     def result(
         self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None
     ) -> Aggregated:
         """Pass all updates to the base strategy."""
+        if self._averaged is not None:
+            return self._averaged.result(wrapped, moved_broadcast)
         record = self.record
-        if any(update.statistics for update in self._held):
-            return self._averaged().result(wrapped, moved_broadcast)
-        good, odd = with_common_layout(self._held, _layout)
-        for update in odd:
-            what = (
-                f"Its records and metrics are {_layout(update)}, most clients' are "
-                f"{_layout(good[0])}."
-            )
-            record.drop(
-                update.client, f"{what} Send the same metrics from every client."
-            )
-        if equal_weights(wrapped.strategy):
-            good, odd = with_common_layout(good, lambda update: (update.weight,))
-            for update in odd:
-                what = (
-                    f"Its weight is {update.weight:g}, most clients' is "
-                    f"{good[0].weight:g}."
-                )
-                record.drop(
-                    update.client, f"{what} The privacy accountant needs equal weights."
-                )
+        good = self._alike(wrapped)
         record.accepted = len(good)
         record.origins += [update.origin for update in good if update.origin]
         if not record.enough(wrapped.min_replies):
@@ -281,18 +274,24 @@ class Listed:
             arrays = _restored(arrays, wrapped.broadcast, integers_of(arrays))
         return arrays if record.finite(from_arrays(arrays)) else None, metrics
 
-    def _averaged(self) -> Averaged:
-        """Return the mean of the updates, which leaves out rows that are marked as not
-        trained.
-        """
-        merge = Averaged(Mean, self.record)
-        while self._held:
-            update = self._held.pop(0)
-            tensors = from_arrays(
-                records_of_type(update.message.content, ArrayRecord)[update.record]
+    def _alike(self, wrapped: Wrapped) -> list[Update]:
+        """Drop the updates that the base strategy could not aggregate with most."""
+        good, odd = with_common_layout(self._held, _layout)
+        for update in odd:
+            self.record.drop(
+                update.client,
+                f"Its records and metrics are {_layout(update)}, most clients' are "
+                f"{_layout(good[0])}. Send the same metrics from every client.",
             )
-            merge.add(Moved(update, (tensors,), update.statistics))
-        return merge
+        if equal_weights(wrapped.strategy):
+            good, odd = with_common_layout(good, lambda update: (update.weight,))
+            for update in odd:
+                self.record.drop(
+                    update.client,
+                    f"Its weight is {update.weight:g}, most clients' is "
+                    f"{good[0].weight:g}. The privacy accountant needs equal weights.",
+                )
+        return good
 
 
 def _aggregated(
@@ -301,9 +300,7 @@ def _aggregated(
     messages: list[Message],
     moved: Callable[[], Tensors] | None,
 ) -> Aggregated:
-    """Let the strategy aggregate; first move the broadcast model that it subtracts, if
-    any.
-    """
+    """Let the strategy aggregate; ``moved`` makes the model that it subtracts."""
     if moved is not None:
         # A broadcast model that cannot be matched is not moved.
         with suppress(UpdateError):
@@ -317,19 +314,15 @@ def _aggregated(
 def _restored(
     arrays: ArrayRecord, broadcast: ArrayRecord, integers: ArrayRecord
 ) -> ArrayRecord:
-    """Return a strategy's new model encoded as the broadcast model, with ``integers``
-    restored.
-    """
-    found = restored(arrays, broadcast)
+    """Return a strategy's new model encoded as the broadcast one, with ``integers``."""
+    model = restored(arrays, broadcast)
     for name, array in integers.items():
-        found[name] = array
-    return found
+        model[name] = array
+    return model
 
 
 def _layout(update: Update) -> tuple[object, ...]:
-    """Return what must be equal in all replies for Flower's strategies: record names
-    and metrics.
-    """
+    """Return what Flower's strategies need to be equal: record names and metrics."""
     return update.record, *metrics_layout(update.message.content)
 
 

@@ -1,6 +1,4 @@
-"""Replies from another basis: the round's coordinates, and matching and learning at the
-clients.
-"""
+"""Replies from another basis: the round's coordinates, and matching at clients."""
 
 from __future__ import annotations
 
@@ -32,9 +30,9 @@ from fedrot.strategies.client.moves import (
     request,
 )
 from fedrot.strategies.round.aligner import AlignmentPlan, ToAnchor
-from fedrot.strategies.round.asked import Asked
+from fedrot.strategies.round.asked import Asked, Question
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Moved, Question, Update
+from fedrot.strategies.round.update import Moved, Update
 from fedrot.strategies.settings import OtherBasis
 from fedrot.strategies.wire.lazy_grid import streamed
 from fedrot.symmetry import Symmetry
@@ -48,9 +46,7 @@ LARGEST_SHARE = 0.999
 
 
 class ClientRequests(NamedTuple):
-    """The grid, configuration and timeout for further requests to clients in a
-    round.
-    """
+    """The grid, configuration and timeout for further requests in a round."""
 
     grid: Grid
     config: ConfigRecord
@@ -81,9 +77,7 @@ class OtherBases:
         self._prepared = False
 
     def as_it_is(self) -> None:
-        """Use no canonical form unless the options ask for it: the updates' statistics
-        cannot follow.
-        """
+        """Use no canonical form unless asked for: statistics cannot follow it."""
         self.options = self.options.as_it_is()
 
     @property
@@ -130,9 +124,7 @@ class OtherBases:
         self._prepared = True
 
     def _decide(self, symmetry: Symmetry) -> None:
-        """Decide whether the residual stream is rotated; raise if tied tensors prevent
-        it.
-        """
+        """Decide whether the stream is rotated; raise if tied tensors prevent it."""
         self.options = self.options.for_model(symmetry)
         if self.rotates:
             check_rotates(symmetry)
@@ -155,8 +147,10 @@ class FromOtherBases(ToAnchor):
         shared: Mean | None = None,
         exchange: ClientRequests | None = None,
     ) -> None:
-        self.others, self.exchange = others, exchange
-        self._base, self._mixed = broadcast, True
+        self.others = others
+        self.exchange = exchange
+        self._base = broadcast
+        self._mixed = True
         self._matched: dict[Question, Alignment] = {}
         super().__init__(plan, broadcast, record, shared)
 
@@ -164,7 +158,8 @@ class FromOtherBases(ToAnchor):
         """Return the function that finds one update's alignment to one anchor."""
         if not self._mixed:
             return super().finder(base)
-        plan, others = self.plan, self.others
+        plan = self.plan
+        others = self.others
         return finder(
             base, plan.symmetry, plan.options, others.options, others.evidence
         )
@@ -184,16 +179,19 @@ class FromOtherBases(ToAnchor):
             self.others.evidence(form, form)
 
     def prepare(self, held: Sequence[Update]) -> Sequence[Update]:
-        """Choose the round's coordinates; return updates that were matched at clients
-        first.
+        """Choose the round's coordinates; updates matched at clients come first.
 
         An update whose canonical form or activations overflow is dropped, because it
         must not define the round's coordinates.
         """
-        others, symmetry, exchange = self.others, self.plan.symmetry, self.exchange
+        others = self.others
+        symmetry = self.plan.symmetry
+        exchange = self.exchange
         if not others.needs_all:
             return held
-        updates, far, near = list[Update](), list[Update](), list[Update]()
+        updates = list[Update]()
+        far = list[Update]()
+        near = list[Update]()
         for update in held:
             with self.record.dropping(update.client):
                 other = in_other_basis(update.tensors, self.broadcast, symmetry)
@@ -230,7 +228,8 @@ class FromOtherBases(ToAnchor):
             why = f"{len(far)} of {len(far) + len(near)} replies come from other bases"
             chosen = far
         elif not self._matchable(self.broadcast):
-            chosen, why = near, "The broadcast model cannot be matched"
+            chosen = near
+            why = "The broadcast model cannot be matched"
         else:
             return self.broadcast
         heaviest = max(chosen, key=attrgetter("weight"))
@@ -252,19 +251,21 @@ class FromOtherBases(ToAnchor):
         self, updates: Sequence[Update], exchange: ClientRequests
     ) -> dict[Question, Alignment]:
         """Return the alignments that clients found for their own updates."""
-        base, rotates = self._base, self.others.rotates
+        base = self._base
         asked = [
-            one for one in updates if in_other_basis(one.tensors, base, self._symmetry)
+            update
+            for update in updates
+            if in_other_basis(update.tensors, base, self._symmetry)
         ]
         requests = [
             request(
                 base,
-                one.tensors,
+                update.tensors,
                 exchange.config,
-                one.question.node,
-                canonical_form=rotates,
+                update.question.node,
+                canonical_form=self.others.rotates,
             )
-            for one in asked
+            for update in asked
         ]
         return self._answers(
             requests, asked, exchange, {}, "Client %d is matched at the server: %s"
@@ -278,8 +279,7 @@ class FromOtherBases(ToAnchor):
         before: Mapping[Question, Alignment],
         otherwise: str,
     ) -> dict[Question, Alignment]:
-        """Return the alignments that clients have found, each after the one ``before``,
-        if there is one.
+        """Return the alignments that clients found, each after the one ``before``.
 
         The first answer to a request counts. An answer that is no alignment, or whose
         result is not finite, is left out, and the warning ``otherwise`` tells why.
@@ -287,7 +287,7 @@ class FromOtherBases(ToAnchor):
         answers = exchange.of(requests)  # Requests have ids once they are sent.
         sent = Asked(message.metadata for message in requests)
         silent = dict(zip(sent.questions, asked, strict=True))
-        found: dict[Question, Alignment] = {}
+        alignments: dict[Question, Alignment] = {}
         for answer in answers:
             update = silent.pop(sent.question(answer), None)
             if update is None:
@@ -299,18 +299,17 @@ class FromOtherBases(ToAnchor):
                 alignment = alignment_by(
                     moves, update.tensors, self._base, self._symmetry
                 )
-                check_finite(alignment.apply(update.tensors))
+                check_finite(alignment.move(update.tensors))
             except UpdateError as error:
                 log(WARNING, otherwise, update.client, error)
             else:
-                found[update.question] = alignment
-        return found
+                alignments[update.question] = alignment
+        return alignments
 
     def _learned_together(
         self, updates: Sequence[Update], exchange: ClientRequests
     ) -> dict[Question, Alignment]:
-        """Return the alignments of all updates after the clients have learned a common
-        basis.
+        """Return the alignments of all updates after clients learn a common basis.
 
         In each pass all clients learn at the same time, each against the mean of the
         others after the pass before. The alignment of a client does not change if its
@@ -322,11 +321,12 @@ class FromOtherBases(ToAnchor):
         for number in range(self.others.settings.learning_passes):
             mean = Mean()
             for update in updates:
-                mean.add(now[update.question].apply(update.tensors), update.weight)
+                mean.add(now[update.question].move(update.tensors), update.weight)
             most = LARGEST_SHARE * mean.weight
             asked = [update for update in updates if update.weight <= most]
             requests = [
-                self._request(one, now[one.question], mean, exchange) for one in asked
+                self._request(update, now[update.question], mean, exchange)
+                for update in asked
             ]
             unchanged = "The rotations of client %d stay unchanged: %s"
             learned = self._answers(requests, asked, exchange, now, unchanged)
@@ -341,49 +341,46 @@ class FromOtherBases(ToAnchor):
         return now
 
     def _aligned_alone(self, updates: Sequence[Update]) -> dict[Question, Alignment]:
-        """Return the alignments to start from: those of clients, or by an anchor with
-        its own mean.
+        """Return the alignments to start from: of clients, or by an own anchor.
 
         Updates that cannot be aligned are left out.
         """
-        found, rule = dict(self._matched), self.rule_at(self._base, None)
-        rest = [update for update in updates if update.question not in found]
+        alignments = dict(self._matched)
+        rule = self.rule_at(self._base, None)
+        rest = [update for update in updates if update.question not in alignments]
         for update in updates:
-            if update.question in found:
-                rule.include(
-                    found[update.question].apply(self.there(update.tensors)),
-                    update.weight,
-                )
+            if update.question in alignments:
+                moved = alignments[update.question].move(self.there(update.tensors))
+                rule.include(moved, update.weight)
         for update in rest:
             tensors = self.there(update.tensors)
             with suppress(UpdateError):
                 alignment = rule.align(tensors)
-                rule.accept(alignment.apply(tensors), update.weight)
-                found[update.question] = alignment
-        return found
+                rule.accept(alignment.move(tensors), update.weight)
+                alignments[update.question] = alignment
+        return alignments
 
     def _request(
         self, update: Update, alignment: Alignment, mean: Mean, exchange: ClientRequests
     ) -> Message:
-        """Return the request to learn between a client's own model and the mean of all
-        others.
-        """
-        own, share = alignment.apply(update.tensors), update.weight / mean.weight
-        rest = {
-            name: (total - share * own[name]) / (1 - share)
-            if own[name].is_floating_point()
-            else own[name]
-            for name, total in mean.current.items()
-        }
-        rotates, node = self.others.rotates, update.question.node
+        """Return the request to learn between a client's model and all others' mean."""
+        moved = alignment.move(update.tensors)
+        share = update.weight / mean.weight
+        rest = dict(moved)
+        for name, total in mean.current.items():
+            if moved[name].is_floating_point():
+                rest[name] = (total - share * moved[name]) / (1 - share)
         return request(
-            rest, own, exchange.config, node, canonical_form=rotates, learn=True
+            rest,
+            moved,
+            exchange.config,
+            update.question.node,
+            canonical_form=self.others.rotates,
+            learn=True,
         )
 
     def move(self, update: Update) -> Moved:
-        """Return the update in the round's coordinates, by its client's alignment if
-        there is one.
-        """
+        """Return the update, moved by its client's alignment if there is one."""
         matched = self._matched.get(update.question)
         if matched is not None:
             return self.moved(update, update.tensors, matched)
@@ -391,19 +388,17 @@ class FromOtherBases(ToAnchor):
             return self.moved_to_anchor(update)
         return super().move(update)
 
-    def follow(self, moved: Moved) -> None:
+    def follow(self, update: Update, added: Tensors) -> None:
         """Pass the update to an anchor that follows the round."""
-        if moved.update.question in self._matched:
-            self.rule.include(moved.tensors, moved.update.weight)
+        if update.question in self._matched:
+            self.rule.include(added, update.weight)
         else:
-            super().follow(moved)
+            super().follow(update, added)
 
     def close(self) -> None:
         """Log nothing: such replies are expected."""
 
     def moved_broadcast(self) -> Callable[[], Tensors] | None:
-        """Return a function for the broadcast model in the round's coordinates, see
-        ``Aligner``.
-        """
+        """Return a function for the broadcast model in these coordinates, or None."""
         there = self._base is self.broadcast and not self.canonical
         return None if there else partial(self.in_coordinates_of, self._base)

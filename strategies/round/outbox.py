@@ -22,13 +22,11 @@ from fedrot.strategies.wire.arrays import (
     to_arrays,
 )
 from fedrot.strategies.wire.flower_compat import NUMPY
-from fedrot.tensors import Tensors, rounded
+from fedrot.tensors import rounded
 
 
 def plain(arrays: ArrayRecord) -> ArrayRecord:
-    """Return arrays in Flower's format, which every strategy reads; the same record if
-    already so.
-    """
+    """Return arrays in Flower's format, which every strategy reads; maybe the same."""
     if all(array.stype == NUMPY for array in arrays.values()):
         return arrays
     tensors = from_arrays(arrays)
@@ -40,16 +38,18 @@ def common_model(messages: Sequence[Message], record: str | None) -> ArrayRecord
 
     The name ``record`` is not needed if messages hold one ArrayRecord.
     """
-    found: ArrayRecord | None = None
+    common: ArrayRecord | None = None
     for message in messages:
         records = model_records(message.content)
-        (own,) = records.values() if len(records) == 1 else (records.get(record or ""),)
-        if own is None or (
-            found is not None and own is not found and dict(own) != dict(found)
+        (model,) = (
+            records.values() if len(records) == 1 else (records.get(record or ""),)
+        )
+        if model is None or (
+            common is not None and model is not common and dict(model) != dict(common)
         ):
             return None
-        found = own
-    return found
+        common = model
+    return common
 
 
 def to_send(
@@ -58,10 +58,9 @@ def to_send(
     arrays: ArrayRecord,
     wire: torch.dtype | None,
 ) -> list[Message]:
-    """Return messages in which ``arrays``, in the precision of the wire, replace
-    ``before``.
-    """
-    changed, contents = list(messages), dict[int, RecordDict]()
+    """Return messages with ``arrays``, in the wire's precision, for ``before``."""
+    changed = list(messages)
+    contents = dict[int, RecordDict]()
     after = arrays if wire is None else to_arrays(from_arrays(arrays), wire)
     for message in changed if after is not before else ():
         content = message.content
@@ -82,12 +81,12 @@ def as_sent(tensors: dict[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
     ``tensors`` is emptied, so that the memory of each tensor is free after it is
     encoded.
     """
-    tied = {
-        name
-        for name, array in sent.items()
-        if array.stype == TIED
-        and same_bits(tensors[name].cpu(), tensors[array.data.decode()].cpu())
-    }
+    tied = set[str]()
+    for name, array in sent.items():
+        if array.stype == TIED:
+            other = tensors[array.data.decode()].cpu()
+            if same_bits(tensors[name].cpu(), other):
+                tied.add(name)
     arrays = ArrayRecord()
     for name, array in sent.items():
         if name in tied:
@@ -102,48 +101,39 @@ def as_sent(tensors: dict[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
 
 
 def restored(arrays: ArrayRecord, sent: ArrayRecord) -> ArrayRecord:
-    """Return a strategy's new model encoded like the broadcast model, see
-    ``as_sent``.
-    """
-    as_they_are = all(
-        array.dtype == sent[name].dtype
-        and sent[name].stype == NUMPY
-        and _floating(array)
-        for name, array in arrays.items()
-    )
-    return arrays if as_they_are else as_sent(from_arrays(arrays), sent)
+    """Return a strategy's new model encoded like the broadcast one: ``as_sent``."""
+    for name, array in arrays.items():
+        like = sent[name]
+        alike = array.dtype == like.dtype and like.stype == NUMPY
+        if not alike or not _floating(array):
+            return as_sent(from_arrays(arrays), sent)
+    return arrays
 
 
 def integers_of(arrays: ArrayRecord) -> ArrayRecord:
     """Return the arrays of integers and booleans."""
-    found = ArrayRecord()
+    integers = ArrayRecord()
     for name, array in arrays.items():
         if not _floating(array):
-            found[name] = array
-    return found
+            integers[name] = array
+    return integers
 
 
-def with_tensors(moved: Moved, integers: Tensors) -> Message:
-    """Return a copy of a reply's message with the moved tensors and without fedrot's
-    records.
-
-    ``integers`` replace the update's integers.
-    """
-    update, tensors = moved.update, {**moved.tensors, **integers}
+def with_tensors(moved: Moved) -> Message:
+    """Return a copy of a reply's message: the moved tensors, no records of fedrot."""
+    update = moved.update
     content = RecordDict(dict(update.message.content))
     if STATISTICS in records_of_type(content, ArrayRecord):
         del content[STATISTICS]
     arrays = records_of_type(content, ArrayRecord).get(update.record, ArrayRecord())
-    content[update.record] = replace_changed(arrays, update.tensors, tensors)
+    content[update.record] = replace_changed(arrays, update.tensors, moved.tensors)
     message = copy.copy(update.message)
     message.content = content
     return message
 
 
 def of_mean(arrays: ArrayRecord, weighted_by_key: str) -> Message:
-    """Return the mean of a round's updates as a message like a single client's
-    reply.
-    """
+    """Return the mean of a round's updates as a message like one client's reply."""
     content = RecordDict(
         {"arrays": arrays, "metrics": MetricRecord({weighted_by_key: 1})}
     )

@@ -1,18 +1,30 @@
-"""``play``: one round, from the replies to the filled merge."""
+"""``play``: one round, from the replies to the filled merge; and a strategy's choices.
+
+``PlaysRounds`` has the methods by which a strategy chooses what ``play`` uses.
+"""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from hashlib import sha256
 from operator import attrgetter
 
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message
+from flwr.serverapp.strategy import Strategy
 
+from fedrot.aggregation import Aggregator, Mean
 from fedrot.strategies.round.aligner import Aligner
-from fedrot.strategies.round.inbox import Inbox
-from fedrot.strategies.round.merge import Merge
+from fedrot.strategies.round.asked import Asked
+from fedrot.strategies.round.guard import Comparison
+from fedrot.strategies.round.inbox import Inbox, Schema
+from fedrot.strategies.round.merge import Averaged, Listed, Merge
+from fedrot.strategies.round.outbox import integers_of
+from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Update
+from fedrot.strategies.settings import Reporting, Server
+from fedrot.strategies.wire.arrays import from_arrays
+from fedrot.strategies.wire.flower_compat import figures_of
+from fedrot.tensors import Tensors
 
 #: Returns all updates of a round in the order in which they are merged.
 Order = Callable[[list[Update]], list[Update]]
@@ -32,9 +44,8 @@ def by_contents(updates: list[Update]) -> list[Update]:
     numbers = [update.checksum for update in updates]
     every = sorted(numbers)
     keys = [sha256(repr((every, number)).encode()).digest() for number in numbers]
-    return [
-        updates[place] for place in sorted(range(len(updates)), key=keys.__getitem__)
-    ]
+    places = sorted(range(len(updates)), key=keys.__getitem__)
+    return [updates[place] for place in places]
 
 
 def play(
@@ -60,13 +71,18 @@ def play(
         moved = None
         with record.dropping(update.client):
             moved = aligner.move(update)
-        if moved is not None and merge.add(moved):
-            aligner.follow(moved)
+        if moved is None:
+            return
+        added = merge.add(moved)
+        if added is not None:
+            aligner.follow(update, added)
 
     updates = filter(None, map(inbox.read, replies))
     if order is None:
-        # A loop variable would hold an update until the next one arrives.
-        deque(map(take, updates), maxlen=0)
+        for update in updates:
+            take(update)
+            # The variable would hold this update until the next one has arrived.
+            del update
         inbox.close()
     else:
         held = order(list(updates))
@@ -74,3 +90,96 @@ def play(
         for update in aligner.prepare(held):
             take(update)
     aligner.close()
+
+
+class PlaysRounds(Strategy):
+    """What a strategy chooses for a round; a subclass may override these methods."""
+
+    #: True if statistics of replies are used.
+    uses_statistics = False
+
+    #: True in simulations: deterministic rounds sort replies by the ids that clients
+    #: send.
+    trusts_ids = False
+
+    #: True if a round's updates are aligned; metrics and the verdict then report it.
+    aligns = False
+
+    #: Chooses between the result of a round and the plain mean, if there is a guard.
+    comparison: Comparison | None = None
+
+    server: Server
+    reporting: Reporting
+    #: True if a round holds all updates until every reply has arrived.
+    waits: bool
+    _broadcast: ArrayRecord
+    #: The strategy with weights: a privacy wrapper contains it.
+    _weighting: object
+
+    def schema(self, broadcast: Tensors) -> Schema:
+        """Return the tensors that a reply must hold: those of the broadcast model."""
+        return Schema(broadcast)
+
+    def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
+        """Return the function that builds a round's aggregator.
+
+        None passes all updates on to the base strategy.
+        """
+        return None
+
+    def needs(self, server_round: int) -> tuple[str, ...]:
+        """Return the kinds of statistics that every reply of a round must have."""
+        return ()
+
+    def aligner(
+        self, broadcast: Tensors, mean: Mean | None, record: RoundRecord
+    ) -> Aligner:
+        """Return the aligner of a round's updates.
+
+        ``mean`` is the round's, if the base strategy only needs a mean.
+        """
+        return Aligner()
+
+    def _played(
+        self,
+        replies: Iterable[Message],
+        asked: Asked,
+        record: RoundRecord,
+        in_front: str,
+    ) -> tuple[Merge, Callable[[], Tensors] | None]:
+        """Play a round; return the filled merge and ``Aligner.moved_broadcast``.
+
+        All other objects of the round are released.
+        """
+        deterministic = self.server.deterministic
+        broadcast = from_arrays(self._broadcast, writable=deterministic)
+        build = self.aggregator(record.number)
+        merge: Merge
+        if build is not None:
+            merge = Averaged(build, record, self.comparison)
+        elif self.aligns:
+            merge = Listed(record, integers_of(self._broadcast))
+        else:
+            merge = Listed(record, ArrayRecord())
+        aligner = self.aligner(broadcast, merge.mean, record)
+        inbox = Inbox(
+            asked,
+            self.schema(broadcast),
+            record,
+            weighted_by=self._weighted_by,
+            needs=self.needs(record.number),
+            uses_statistics=self.uses_statistics,
+            copy=deterministic,
+            figures=figures_of(self) | figures_of(self._weighting),
+            in_front=in_front,
+            hashes=self.reporting.hashes,
+        )
+        order: Order | None = list if self.waits else None
+        if self.waits and deterministic:
+            order = by_client if self.trusts_ids else by_contents
+        play(replies, inbox, aligner, merge, order=order)
+        return merge, aligner.moved_broadcast()
+
+    @property
+    def _weighted_by(self) -> str:
+        return str(getattr(self._weighting, "weighted_by_key", "num-examples"))

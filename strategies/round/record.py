@@ -1,6 +1,4 @@
-"""The record of one round: alignment reports, dropped and failed replies, figures,
-rows.
-"""
+"""The record of one round: reports, dropped and failed replies, figures, rows."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ VERSIONS = {
 
 @dataclass
 class RoundRecord:
-    """The events of one round; reports and reasons of lost replies are pairs with the
-    client.
-    """
+    """The events of one round; reports and reasons are pairs with their client."""
 
     number: int
     failed: list[tuple[int, str]] = field(default_factory=list)
@@ -47,7 +43,7 @@ class RoundRecord:
     guard: dict[str, float | int] = field(default_factory=dict)
     #: The sentence and the metrics of an aggregation of adapters, instead of
     #: alignment's; the metrics of a fitted head are among them.
-    said: str = ""
+    sentence: str = ""
     measured: dict[str, float] = field(default_factory=dict)
     #: With ``Reporting(hashes=True)``: the rows with hashes of the averaged updates,
     #: and of the model.
@@ -61,8 +57,7 @@ class RoundRecord:
 
     @contextmanager
     def dropping(self, client: int) -> Iterator[None]:
-        """Drop a client's reply if the ``with`` block raises an error, so that no reply
-        ends the run.
+        """Drop a client's reply if the ``with`` block raises an error; the run goes on.
 
         ``SymmetryError`` and a lack of memory are not caused by the client and are
         raised.
@@ -83,9 +78,7 @@ class RoundRecord:
         log(INFO, f"\t> {who} %d: %s", client, reason)
 
     def miss(self, client: int, in_front: str = "") -> None:
-        """Record a client without an answer, or whose reply ``in_front`` did not pass
-        on.
-        """
+        """Record a client without an answer, or whose reply ``in_front`` left out."""
         left_out = f", or {in_front} left it out" if in_front else ""
         self.fail(client, f"No answer before the timeout{left_out}.", who="Client")
 
@@ -93,7 +86,8 @@ class RoundRecord:
         """Store the report of a merged update, and log it at level DEBUG."""
         if moved.report is None:
             return
-        client, report = moved.update.client, moved.report()
+        client = moved.update.client
+        report = moved.report()
         self.reports.append((client, report))
         message = "Reply of client %d aligned: squared distance %.4g -> %.4g"
         log(DEBUG, message, client, report.before, report.after)
@@ -109,11 +103,9 @@ class RoundRecord:
         )
 
     def note(self, aggregator: Aggregator) -> None:
-        """Store an aggregation's sentence, metrics and notes by tensor; log the first
-        note.
-        """
-        self.said = getattr(aggregator, "said", "")
-        self.measured = getattr(aggregator, "measured", {})
+        """Store an aggregation's sentence, metrics and notes; log the first note."""
+        self.sentence = aggregator.sentence
+        self.measured = dict(aggregator.measured)
         self.notes = dict(aggregator.notes)
         for name, what in islice(self.notes.items(), 1):
             log(
@@ -151,14 +143,14 @@ class RoundRecord:
         """
         lost = {verdict.DROPPED: len(self.dropped), verdict.FAILED: len(self.failed)}
         if aligned:
-            found = {
+            figures = {
                 **verdict.figures([report for _, report in self.reports]),
                 verdict.ACCEPTED: self.accepted,
                 **lost,
             }
         else:
-            found = {name: number for name, number in lost.items() if number}
-        return found | self.guard | self.measured
+            figures = {name: number for name, number in lost.items() if number}
+        return figures | self.guard | self.measured
 
     def add_hashes(
         self, before: Tensors, after: Tensors | None, about: Mapping[str, Any]
@@ -178,8 +170,7 @@ class RoundRecord:
         )
 
     def check_start(self, nodes: Callable[[], Iterable[int]]) -> None:
-        """End the run if every reply of the first round was dropped for the same
-        reason.
+        """End the run if every reply of round 1 was dropped for the same reason.
 
         Such a reason is an error of the program, and would occur in every round. The
         run continues if a client has failed or has not answered, if reasons differ, or
@@ -197,32 +188,30 @@ class RoundRecord:
             )
 
     def log_end(self, aligned: bool, fits_head: bool) -> str:
-        """Log replies, what alignment removed, the verdict, which is returned, and once
-        a hint.
-        """
+        """Log replies, what alignment removed, a hint, and the returned verdict."""
         reports = [report for _, report in self.reports]
         seconds = sum(report.seconds for report in reports)
         share = verdict.percent(verdict.share_removed(reports))
-        all_groups = (
-            f"; alignment removed {share} of the distance of all groups in "
-            f"{seconds:.2f} s"
-        )
-        counts = (
-            self.accepted,
-            len(self.dropped),
-            len(self.failed),
-            all_groups if reports else "",
-        )
+        removed = ""
+        if reports:
+            removed = (
+                f"; alignment removed {share} of the distance of all groups in "
+                f"{seconds:.2f} s"
+            )
         log(
             INFO,
             "Round %d: replies: %d accepted, %d dropped, %d failed%s",
             self.number,
-            *counts,
+            self.accepted,
+            len(self.dropped),
+            len(self.failed),
+            removed,
         )
         about = {"accepted": self.accepted, "other_basis": self.other_basis}
-        said = verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
-        found = self.said if self.said and not self.lost else said
-        log(INFO, "Round %d: %s", self.number, found)
+        conclusion = verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
+        if self.sentence and not self.lost:
+            conclusion = self.sentence
+        log(INFO, "Round %d: %s", self.number, conclusion)
         if (
             self.number == 1
             and reports
@@ -230,7 +219,7 @@ class RoundRecord:
             and not verdict.groups_moved(reports)
         ):
             log(INFO, "%s%s", verdict.UNMOVED, "" if fits_head else verdict.TRY_HEAD)
-        return found
+        return conclusion
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the report's rows: per client and group, per lost reply, per note."""
@@ -248,15 +237,12 @@ class RoundRecord:
         notes = [
             {"tensor": tensor, "note": note} for tensor, note in self.notes.items()
         ]
-        lost = [{"lost": self.lost}] if self.lost else []
-        said = [{"said": self.said, **self.measured}] if self.said else []
-        rows = [
-            *aligned,
-            *dropped,
-            *failed,
-            *notes,
-            *lost,
-            *said,
-            *([self.guard] if self.guard else []),
-        ]
-        return [{"round": self.number, **row} for row in (*rows, *self.origins)]
+        of_round: list[Mapping[str, Any]] = []
+        if self.lost:
+            of_round.append({"lost": self.lost})
+        if self.sentence:
+            of_round.append({"said": self.sentence, **self.measured})
+        if self.guard:
+            of_round.append(self.guard)
+        rows = [*aligned, *dropped, *failed, *notes, *of_round, *self.origins]
+        return [{"round": self.number, **row} for row in rows]

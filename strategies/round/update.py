@@ -5,26 +5,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from flwr.app import Message
 
 from fedrot.aggregation import Statistics
 from fedrot.report import AlignmentReport
+from fedrot.strategies.round.asked import Question, question_of
 from fedrot.tensors import Tensors
-
-
-class Question(NamedTuple):
-    """A message to a node; at most one update of a round answers it."""
-
-    message_id: str
-    node: int
-
-
-def question_of(reply: Message) -> Question:
-    """Return the question that a reply claims to answer."""
-    return Question(reply.metadata.reply_to_message_id, reply.metadata.src_node_id)
 
 
 @dataclass(frozen=True)
@@ -32,7 +21,7 @@ class Update:
     """One client's update, as it was received.
 
     Attributes:
-        client: see ``inbox.client_id``.
+        client: see ``asked.client_id``.
         message: the reply, with its metrics and configurations.
         record: name of the reply's ArrayRecord.
         tensors: in the broadcast model's dtypes, or in float32 at least if the reply
@@ -58,14 +47,12 @@ class Update:
 
     @property
     def checksum(self) -> int:
-        """A number that depends on the client's id and on every value of its
-        tensors.
-        """
-        found = zlib.crc32(str(self.client).encode())
+        """A number made of the client's id and of every value of its tensors."""
+        checksum = zlib.crc32(str(self.client).encode())
         for tensor in self.tensors.values():
             values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            found = zlib.crc32(values.numpy().data, found)
-        return found
+            checksum = zlib.crc32(values.numpy().data, checksum)
+        return checksum
 
 
 @dataclass(frozen=True)
@@ -74,20 +61,16 @@ class Moved:
 
     Attributes:
         update: as it was received.
-        parts: the tensors on the device, as one mapping or layer by layer; layers can
-            be read once.
+        tensors: on the device; empty if the update is aligned layer by layer.
         statistics: of the moved tensors.
-        report: returns the alignment's report after all of ``parts`` were read; None
+        report: returns the alignment's report, after all ``layers`` were read; None
             without alignment.
+        layers: the tensors layer by layer, which can be read once; None if they are all
+            in ``tensors``.
     """
 
     update: Update
-    parts: Iterable[Tensors]
+    tensors: Tensors
     statistics: Statistics
     report: Callable[[], AlignmentReport] | None = None
-
-    @property
-    def tensors(self) -> Tensors:
-        """The tensors of an update that is not moved layer by layer."""
-        (whole,) = self.parts
-        return whole
+    layers: Iterable[Tensors] | None = None

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from io import BytesIO
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ R = TypeVar("R", ArrayRecord, MetricRecord, ConfigRecord)
 
 #: The ``stype`` of: npy bytes of the bits as uint16; the name of another tensor of the
 #: record.
-BFLOAT16, TIED = "fedrot.bfloat16", "fedrot.tied"
+BFLOAT16 = "fedrot.bfloat16"
+TIED = "fedrot.tied"
 
 #: Name of the ArrayRecord of a reply's statistics. Also the key, in a request's
 #: configuration, of the kinds that the server wants this round, separated by commas.
@@ -47,7 +48,8 @@ _TORCH = {
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Largest number of dimensions, and of bytes in an npy header with this number.
-_DIMENSIONS, _HEADER = 32, 1024
+_DIMENSIONS = 32
+_HEADER = 1024
 
 #: Largest number of elements in a tensor: far above real ones, and far below an
 #: overflow of sizes.
@@ -76,7 +78,8 @@ def to_arrays(
         raise FedrotError(
             f"Weights are sent as {', '.join(map(str, PRECISIONS))}, not as {dtype}."
         )
-    arrays, first = ArrayRecord(), dict[tuple[object, ...], str]()
+    arrays = ArrayRecord()
+    first = dict[tuple[object, ...], str]()
     for name, tensor in tensors.items():
         if why := unusable(tensor):
             raise FedrotError(f"The tensor '{name}' {why}.")
@@ -98,8 +101,7 @@ def to_arrays(
 
 
 def from_arrays(record: ArrayRecord, *, writable: bool = False) -> dict[str, Tensor]:
-    """Return the arrays of ``to_arrays``, or a record of Flower's own arrays, as CPU
-    tensors.
+    """Return the arrays of ``to_arrays``, or Flower's own arrays, as CPU tensors.
 
     Received bytes are not trusted: an array whose contents differ from its claimed
     shape and dtype is refused before memory of the claimed size is allocated. Tied
@@ -115,38 +117,70 @@ def from_arrays(record: ArrayRecord, *, writable: bool = False) -> dict[str, Ten
         UpdateError: a tensor cannot be decoded; the error names the tensor and the
             reason.
     """
-    found: dict[str, Tensor] = {}
-    for name, array in record.items():
-        if array.stype != TIED:
-            tensor = decode(name, array)
-            found[name] = (
-                tensor.clone(memory_format=torch.contiguous_format)
-                if writable
-                else tensor
-            )
-    # In the record's order: a tie may point to a later name.
-    return {
-        name: found[name] if name in found else _tied(name, record, found)
-        for name in record
+    return decoded(record, headers(record), writable=writable)
+
+
+class Header(NamedTuple):
+    """What an array's bytes hold, known before they are decoded.
+
+    Attributes:
+        stored: the dtype of the bytes, uint16 for bfloat16.
+        fortran: whether the values are in Fortran order.
+        start: the place of the first value among the bytes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored: np.dtype[Any]
+    fortran: bool
+    start: int
+
+
+def headers(record: ArrayRecord) -> dict[str, Header]:
+    """Return the headers of all arrays; a tied name has the header of its tensor.
+
+    Raises:
+        UpdateError: an array differs from its header, or a tie leads nowhere.
+    """
+    with_values = {
+        name: header(name, array)
+        for name, array in record.items()
+        if array.stype != TIED
     }
+    return {name: with_values[_name_of_values(name, record)] for name in record}
+
+
+def decoded(
+    record: ArrayRecord, of: Mapping[str, Header], *, writable: bool = False
+) -> dict[str, Tensor]:
+    """Return a record's tensors, given its ``headers``; see ``from_arrays``."""
+    # Tied names share a header; a tie may point to a later name.
+    tensors: dict[int, Tensor] = {}
+    for name, known in of.items():
+        if record[name].stype == TIED:
+            continue
+        tensor = decode(name, record[name], known)
+        if writable:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        tensors[id(known)] = tensor
+    return {name: tensors[id(known)] for name, known in of.items()}
 
 
 def model_hash(tensors: Mapping[str, Tensor], without: Collection[str] = ()) -> str:
-    """Return the SHA-256 of a model, also of one that was sent:
-    ``model_hash(from_arrays(record))``.
+    """Return the SHA-256 of a model; of a sent one, of its ``from_arrays(record)``.
 
     Hashed are, in the order of the names, a line of JSON such as ``["fc.weight",
     "float32", [2, 3]]`` and the values of each tensor in C order; of the names in
     ``without`` only the line.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         dtype = str(tensor.dtype).removeprefix("torch.")
-        found.update(f"{json.dumps([name, dtype, [*tensor.shape]])}\n".encode())
+        digest.update(f"{json.dumps([name, dtype, [*tensor.shape]])}\n".encode())
         if name not in without:
             value = tensor.detach().cpu().contiguous()
-            found.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+            digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def encode(name: str, tensor: Tensor) -> Array:
@@ -165,83 +199,70 @@ def encode(name: str, tensor: Tensor) -> Array:
     )
 
 
-def decode(name: str, array: Array) -> Tensor:
-    """Return the tensor of an array, a view of its bytes if they are aligned, see
-    ``from_arrays``.
+def decode(name: str, array: Array, of: Header | None = None) -> Tensor:
+    """Return an array's tensor, a view of its bytes if they are aligned.
+
+    ``of`` is its ``header``, which is read if it is not given; see ``from_arrays``.
     """
+    known = header(name, array) if of is None else of
+    values = np.frombuffer(array.data, known.stored, prod(known.shape), known.start)
+    if known.dtype == torch.bool and values.view(np.uint8).max(initial=0) > 1:
+        raise _unreadable(name, "holds truth values other than 0 and 1")
+    # A header of an odd length leaves the values unaligned; a copy is aligned.
+    values = values if values.flags.aligned else values.copy()
+    values = values.reshape(known.shape, order="F" if known.fortran else "C")
+    tensor = torch.from_numpy(np.asarray(_Unlocked(values)))
+    return tensor.view(torch.bfloat16) if known.dtype == torch.bfloat16 else tensor
+
+
+def header(name: str, array: Array) -> Header:
+    """Return an array's plausible header, checked against the array's claims."""
     if array.stype not in (NUMPY, BFLOAT16):
         raise _unreadable(
             name, f"is serialised as {array.stype!r:.60}, which is not supported here"
         )
+    try:
+        # Bytes 8 and 9 are the header's length in npy's version 1; a later version is
+        # read whole.
+        length = _HEADER
+        if array.data[6:7] == b"\1":
+            length = int.from_bytes(array.data[8:10], "little") + 10
+        dims, fortran, stored, start = _parsed(array.data[: min(length, _HEADER)])
+    except Exception as error:
+        # NumPy calls Python's parser, which raises many types.
+        raise _unreadable(
+            name, f"has no readable npy header ({error!s:.200})"
+        ) from error
+    if stored not in _TORCH:
+        raise _unreadable(
+            name, f"holds {str(stored)!r:.60}, not numbers in this machine's byte order"
+        )
+    elements = prod(n or 1 for n in dims)
+    if len(dims) > _DIMENSIONS or min(dims, default=0) < 0 or elements > _ELEMENTS:
+        raise _unreadable(name, f"has the impossible shape {dims!r:.60}")
+    shape = tuple(map(int, dims))
     bits = array.stype == BFLOAT16
-    dtype, shape, fortran, offset = _header(name, array)
-    held = "bfloat16" if bits and dtype == np.uint16 else str(dtype)
+    held = "bfloat16" if bits and stored == np.uint16 else str(stored)
     # Flower's legacy workflows leave both fields empty.
     silent = not bits and (array.dtype, array.shape) == ("", ())
-    if not silent and (bits, array.dtype, array.shape) != (
-        held == "bfloat16",
-        held,
-        shape,
-    ):
+    agrees = (array.dtype, array.shape) == (held, shape)
+    if not silent and not (agrees and bits == (held == "bfloat16")):
         claim = f"{array.dtype!r:.60} {array.shape!r:.60}"
         raise _unreadable(
             name, f"claims to be {claim}, but its header says {held} {shape!r:.60}"
         )
-    expected = prod(shape) * dtype.itemsize
-    if len(array.data) - offset != expected:
-        raise _unreadable(
-            name,
-            f"has {len(array.data) - offset} bytes of values instead of {expected}",
-        )
-    values = np.frombuffer(array.data, dtype, prod(shape), offset)
-    if dtype == np.bool_ and values.view(np.uint8).max(initial=0) > 1:
-        raise _unreadable(name, "holds truth values other than 0 and 1")
-    # A header of an odd length leaves the values unaligned; a copy is aligned.
-    values = values if values.flags.aligned else values.copy()
-    values = values.reshape(shape, order="F" if fortran else "C")
-    tensor = torch.from_numpy(np.asarray(_Unlocked(values)))
-    return tensor.view(torch.bfloat16) if bits else tensor
+    size = len(array.data) - start
+    expected = prod(shape) * stored.itemsize
+    if size != expected:
+        raise _unreadable(name, f"has {size} bytes of values instead of {expected}")
+    dtype = torch.bfloat16 if bits else _TORCH[stored]
+    return Header(shape, dtype, stored, fortran, start)
 
 
-def _header(
-    name: str, array: Array
-) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
-    """Return dtype, shape, Fortran order and length of an npy header, checked for
-    plausibility.
-    """
-    try:
-        # Bytes 8 and 9 are the header's length in npy's version 1; a later version is
-        # read whole.
-        length = (
-            int.from_bytes(array.data[8:10], "little") + 10
-            if array.data[6:7] == b"\1"
-            else _HEADER
-        )
-        shape, fortran, dtype, length = _parsed(array.data[: min(length, _HEADER)])
-    except Exception as error:  # NumPy calls Python's parser, which raises many types.
-        raise _unreadable(
-            name, f"has no readable npy header ({error!s:.200})"
-        ) from error
-    if dtype not in _TORCH:
-        raise _unreadable(
-            name, f"holds {str(dtype)!r:.60}, not numbers in this machine's byte order"
-        )
-    if (
-        len(shape) > _DIMENSIONS
-        or min(shape, default=0) < 0
-        or prod(n or 1 for n in shape) > _ELEMENTS
-    ):
-        raise _unreadable(name, f"has the impossible shape {shape!r:.60}")
-    return dtype, tuple(map(int, shape)), fortran, length
-
-
-@lru_cache(
-    maxsize=4096
-)  # A model's arrays have few headers, and Python's parser is slow.
+# A model's arrays have few headers, and Python's parser is slow.
+@lru_cache(maxsize=4096)
 def _parsed(header: bytes) -> tuple[Sequence[int], bool, np.dtype[Any], int]:
-    """Return shape, Fortran order, dtype and length of the npy header that some bytes
-    begin with.
-    """
+    """Return shape, Fortran order, dtype and length of an npy header."""
     stream = BytesIO(header)
     read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
     shape, fortran, dtype = read[npy.read_magic(stream)](
@@ -250,21 +271,17 @@ def _parsed(header: bytes) -> tuple[Sequence[int], bool, np.dtype[Any], int]:
     return shape, fortran, dtype, stream.tell()
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two CPU tensors of one shape have one dtype and equal bits, also
-    NaN and -0.
-    """
+def same_bits(first: Tensor, other: Tensor) -> bool:
+    """Return whether two CPU tensors of one shape have equal bits, also NaN and -0."""
     a, b = (
         tensor.contiguous().view(_BITS[tensor.element_size()])
-        for tensor in (one, other)
+        for tensor in (first, other)
     )
-    return one.dtype == other.dtype and torch.equal(a, b)
+    return first.dtype == other.dtype and torch.equal(a, b)
 
 
 class _Unlocked:
-    """A read-only array that is declared writable, because torch warns about read-only
-    arrays.
-    """
+    """A read-only array declared writable, because torch warns about read-only ones."""
 
     def __init__(self, values: np.ndarray[Any, Any]) -> None:
         interface = values.__array_interface__
@@ -274,7 +291,8 @@ class _Unlocked:
 
 def _npy(value: Tensor) -> bytes:
     """Return the bytes that ``np.save`` writes, with only one copy of the values."""
-    values, header = value.numpy(), BytesIO()
+    values = value.numpy()
+    header = BytesIO()
     npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(values))
     return b"".join((header.getvalue(), values.reshape(-1).view(np.uint8).data))
 
@@ -283,8 +301,11 @@ def _array(like: Tensor, stype: str, data: bytes) -> Array:
     return Array(str(like.dtype).removeprefix("torch."), tuple(like.shape), stype, data)
 
 
-def _tied(name: str, record: ArrayRecord, found: Mapping[str, Tensor]) -> Tensor:
+def _name_of_values(name: str, record: ArrayRecord) -> str:
+    """Return the name whose array holds a tensor's values: of a tied one another."""
     array = record[name]
+    if array.stype != TIED:
+        return name
     try:
         other = array.data.decode()
     except UnicodeDecodeError as error:
@@ -297,7 +318,7 @@ def _tied(name: str, record: ArrayRecord, found: Mapping[str, Tensor]) -> Tensor
         raise _unreadable(
             name, f"is tied to {other!r:.60}, which has another shape or dtype"
         )
-    return found[other]
+    return other
 
 
 def _unreadable(name: str, problem: str) -> UpdateError:
@@ -312,7 +333,7 @@ def replace_changed(
     An array of Flower's own keeps its bytes if its tensor was neither replaced nor
     cast. bfloat16, which NumPy lacks, becomes float32.
     """
-    found: dict[str, Array] = {}
+    replaced: dict[str, Array] = {}
     for name, tensor in after.items():
         array = arrays.get(name)
         kept = (
@@ -324,13 +345,14 @@ def replace_changed(
             array = encode(
                 name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor
             )
-        found[name] = array
-    return ArrayRecord(found)
+        replaced[name] = array
+    return ArrayRecord(replaced)
 
 
 def records_of_type(content: RecordDict, kind: type[R]) -> dict[str, R]:
-    """Return the records of one kind; Flower's own views are cycles, which keep a
-    content alive.
+    """Return the records of one kind.
+
+    Flower's own views are cycles, which keep a content alive.
     """
     return {
         name: record for name, record in content.items() if isinstance(record, kind)
@@ -338,9 +360,7 @@ def records_of_type(content: RecordDict, kind: type[R]) -> dict[str, R]:
 
 
 def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
-    """Return a reply's ArrayRecords that are models, not ours; a valid reply has
-    exactly one.
-    """
+    """Return a reply's ArrayRecords that are models; a valid reply has exactly one."""
     return {
         name: arrays
         for name, arrays in records_of_type(content, ArrayRecord).items()
@@ -349,10 +369,9 @@ def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
 
 
 def without_arrays(content: RecordDict) -> RecordDict:
-    """Return the metrics of a content, and its configurations as long as all fit into
-    64 KiB.
-    """
-    small, left = dict[str, ConfigRecord](), _LARGEST_CONFIGURATIONS
+    """Return a content's metrics, and configurations of up to 64 KiB in all."""
+    small = dict[str, ConfigRecord]()
+    left = _LARGEST_CONFIGURATIONS
     for name, record in records_of_type(content, ConfigRecord).items():
         left -= _size(name, record)
         if left >= 0:

@@ -1,5 +1,6 @@
-"""Flower's internals that fedrot uses, and why; tested with Flower 1.41 to 1.43 and
-protobuf 6.
+"""Flower's internals that fedrot uses, and why.
+
+Tested with Flower 1.41 to 1.43 and protobuf 6.
 """
 
 from __future__ import annotations
@@ -69,9 +70,7 @@ _REMEMBER_THE_BROADCAST = (
 
 
 def metrics_function(strategy: Strategy) -> MetricsFunction:
-    """Return the function that aggregates the clients' training metrics: it has no
-    public accessor.
-    """
+    """Return the function that aggregates training metrics; it has no public name."""
     return vars(strategy)["train_metrics_aggr_fn"]
 
 
@@ -89,44 +88,39 @@ def _replaced(holder: object, **values: object) -> Iterator[None]:
 
 
 def without_metrics(strategy: Strategy) -> AbstractContextManager[None]:
-    """Turn off a strategy's aggregation of training metrics inside the ``with``
-    block.
-    """
+    """Aggregate no training metrics inside the ``with`` block."""
     return _replaced(strategy, train_metrics_aggr_fn=lambda *_: MetricRecord())
 
 
 def transient_attributes(strategy: Strategy) -> frozenset[str]:
-    """Return the attributes with the broadcast model, which a checkpoint need not
-    repeat.
-    """
+    """Return the attributes with the broadcast model, which checkpoints leave out."""
     return frozenset(
         {"current_arrays"} if isinstance(strategy, _REMEMBER_THE_BROADCAST) else ()
     )
 
 
 def set_broadcast(strategy: Strategy, make: Callable[[], ArrayRecord]) -> None:
-    """Replace the broadcast model that a strategy, or its wrapped strategy, subtracts
-    from the mean.
-    """
+    """Replace the broadcast model that a strategy, or its wrapped one, subtracts."""
     both = (strategy, getattr(strategy, "strategy", None))
     comparing = [
-        one for one in both if getattr(one, "current_arrays", None) is not None
+        holder for holder in both if getattr(holder, "current_arrays", None) is not None
     ]
     if not comparing:
         return
     arrays = make()
-    for one in comparing:
-        if isinstance(getattr(one, "current_arrays", None), ArrayRecord):
-            vars(one)["current_arrays"] = arrays.copy()
+    for holder in comparing:
+        if isinstance(getattr(holder, "current_arrays", None), ArrayRecord):
+            vars(holder)["current_arrays"] = arrays.copy()
         else:
-            vars(one)["current_arrays"] = {
+            vars(holder)["current_arrays"] = {
                 name: array.numpy() for name, array in arrays.items()
             }
 
 
 def clips_zero() -> AbstractContextManager[None]:
-    """Let privacy wrappers, which divide by the norm of the change, clip an update
-    without a change.
+    """Let privacy wrappers clip an update without a change.
+
+    They divide by the norm of the change.
     """
     norm = differential_privacy.get_norm
     # Positive, but below every norm of float32 entries: such an update is not clipped.
@@ -137,16 +131,12 @@ def clips_zero() -> AbstractContextManager[None]:
 
 
 def equal_weights(strategy: Strategy) -> bool:
-    """Return whether a strategy accepts only clients of equal weight, for its privacy
-    accountant.
-    """
+    """Return whether a strategy's privacy accountant needs clients of equal weight."""
     return getattr(strategy, "accountant", None) is not None
 
 
 def figures_of(strategy: object) -> dict[str, float]:
-    """Return the metrics without which a strategy ends the run, each with its largest
-    accepted value.
-    """
+    """Return the metrics that a strategy needs, each with its largest valid value."""
     loss = getattr(strategy, "train_loss_key", None)
     clipped = isinstance(strategy, DifferentialPrivacyClientSideAdaptiveClipping)
     return ({loss: LARGEST_WEIGHT} if loss else {}) | (
@@ -155,8 +145,9 @@ def figures_of(strategy: object) -> dict[str, float]:
 
 
 def callers() -> Iterator[object]:
-    """Yield the objects whose methods are on the call stack: a wrapped strategy can
-    find its wrapper.
+    """Yield the objects whose methods are on the call stack.
+
+    A wrapped strategy can find its wrapper.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -166,38 +157,32 @@ def callers() -> Iterator[object]:
 
 
 def inner_mods(call_next: Any) -> Iterator[Any]:
-    """Yield the mods between a mod and the client, without ``partial`` and
-    ``functools.wraps``.
+    """Yield the mods between a mod and the client, unwrapped.
 
     The iterator ends at the first callable that ``make_ffn`` has not built, from
     ``call_next`` on.
     """
     link = call_next
     while True:
-        code, cells = (
-            getattr(link, "__code__", None),
-            getattr(link, "__closure__", None),
-        )
+        code = getattr(link, "__code__", None)
+        cells = getattr(link, "__closure__", None)
         free = dict(zip(code.co_freevars, cells, strict=True)) if code and cells else {}
         if not {"_mod", "_ffn"} <= free.keys():
             return
-        mod, link = free["_mod"].cell_contents, free["_ffn"].cell_contents
+        mod = free["_mod"].cell_contents
+        link = free["_ffn"].cell_contents
         while isinstance(mod, partial) or hasattr(mod, "__wrapped__"):
             mod = mod.func if isinstance(mod, partial) else mod.__wrapped__
         yield mod
 
 
 def outside_of_the_engine() -> AbstractContextManager[None]:
-    """Allow messages to be made inside the ``with`` block, in a process without
-    Flower's engine.
-    """
+    """Allow messages to be made in a process without Flower's engine."""
     return _replaced(TaskIdentity, _task_id=1, _run_id=1, _node_id=1)
 
 
 def failure_of(reply: Message, call: str) -> str:
-    """Return why a client failed, and the ``call`` that its app lacks if it does not
-    know the action.
-    """
+    """Return why a client failed, and the ``call`` that its app may lack."""
     reason = reply.error.reason or "no reason given"
     return f"it failed: {reason}" + (
         f" Call {call} with its ClientApp." if _NO_ACTION in reason else ""

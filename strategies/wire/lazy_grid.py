@@ -15,7 +15,8 @@ from fedrot.strategies.wire.flower_compat import UNREADABLE, unavailable
 
 #: Seconds between two polls for replies: the pause doubles up to the pause of Flower's
 #: own grids.
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0
+FIRST_PAUSE = 0.1
+LONGEST_PAUSE = 3.0
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
@@ -48,14 +49,13 @@ class Replies(Sequence[Message]):
         self._streamed = False
 
     def stream(self) -> Iterator[Message]:
-        """Return each reply as it arrives; unless already stored, replies cannot be
-        read again.
-        """
+        """Return each reply as it arrives; unless stored, none can be read again."""
         if self._kept is not None:
             return iter(self._kept)
         self._check_not_streamed()
         self._streamed = True
-        asked, self.asked = self.asked, {}
+        asked = self.asked
+        self.asked = {}
         return self._fetch(asked)
 
     def __len__(self) -> int:
@@ -86,8 +86,7 @@ def streamed(replies: Iterable[Message]) -> Iterable[Message]:
 
 
 class LazyGrid(Grid):
-    """Wraps a grid: ``send_and_receive`` sends at once, and fetches replies when they
-    are read.
+    """Wraps a grid: messages are sent at once, replies fetched when they are read.
 
     Flower's own grids fetch all replies before they return. Here replies come in the
     order of arrival, and only one is in memory at a time if they are streamed, see
@@ -108,16 +107,14 @@ class LazyGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Replies:
-        """Send the messages, and return their replies, which are fetched when they are
-        read.
-        """
+        """Send messages, and return their replies, which are fetched when read."""
         asked = list(messages)
         self.sent = [message.metadata for message in asked]
         ids = list(self.push_messages(asked))
         waiting = {
-            one: message
-            for one, message in zip(ids, asked, strict=False)
-            if one is not None
+            message_id: message
+            for message_id, message in zip(ids, asked, strict=False)
+            if message_id is not None
         }
         end = None if timeout is None else time.monotonic() + timeout
         self.replies = Replies(waiting, partial(self._replies, end=end))
@@ -126,7 +123,8 @@ class LazyGrid(Grid):
     def _replies(
         self, waiting: dict[str, Message], end: float | None
     ) -> Iterator[Message]:
-        pause, arrived = FIRST_PAUSE, set[str]()
+        pause = FIRST_PAUSE
+        arrived = set[str]()
 
         def noted(message: Message) -> Message:
             # A grid may return the reply to another request.
@@ -141,7 +139,9 @@ class LazyGrid(Grid):
                 # A loop variable would hold the reply until the next one arrives.
                 yield from map(noted, self._pulled(message_id, asked))
             waiting = {
-                one: asked for one, asked in waiting.items() if one not in arrived
+                message_id: asked
+                for message_id, asked in waiting.items()
+                if message_id not in arrived
             }
             if last or not waiting:
                 return
@@ -151,9 +151,7 @@ class LazyGrid(Grid):
             )
 
     def _pulled(self, message_id: str, asked: Message) -> Iterable[Message]:
-        """Return the reply if it has arrived, or an error reply if Flower cannot read
-        it.
-        """
+        """Return the reply if it has arrived, or an error reply if it is unreadable."""
         try:
             return self.pull_messages([message_id])
         except UNREADABLE as error:
@@ -173,4 +171,4 @@ class LazyGrid(Grid):
     push_messages = _forwarded("push_messages")
     pull_messages = _forwarded("pull_messages")
 
-    run = property(lambda own: own.grid.run)
+    run = property(lambda self: self.grid.run)

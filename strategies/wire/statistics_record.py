@@ -14,7 +14,8 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.wire.arrays import STATISTICS, decode, encode, records_of_type
 
 #: Separators of a kind from names, and of the names that share one matrix.
-_KIND, _NAMES = "/", "|"
+_KIND = "/"
+_NAMES = "|"
 
 
 def wanted_statistics(message: Message) -> tuple[str, ...]:
@@ -56,14 +57,15 @@ def statistics_record(
             f"Statistics of '{odd[0]}' cannot be sent, because '{_NAMES}' separates "
             "names. Rename the module."
         )
-    found: dict[str, Array] = {}
+    arrays: dict[str, Array] = {}
     for kind, by_name in statistics.items():
         for names in _sharing(by_name):
-            key, value = f"{kind}{_KIND}{_NAMES.join(names)}", by_name[names[0]]
-            found[key] = encode(
+            key = f"{kind}{_KIND}{_NAMES.join(names)}"
+            value = by_name[names[0]]
+            arrays[key] = encode(
                 key, value.to(dtype) if value.is_floating_point() else value
             )
-    return ArrayRecord(found)
+    return ArrayRecord(arrays)
 
 
 def _sharing(by_name: Mapping[str, Tensor]) -> Iterable[list[str]]:
@@ -93,7 +95,7 @@ def read_statistics(
         UpdateError: they cannot be decoded, a tensor has two of one kind, or see
             ``check_statistics``.
     """
-    found: dict[str, dict[str, Tensor]] = {}
+    statistics: dict[str, dict[str, Tensor]] = {}
     for key, array in records_of_type(content, ArrayRecord).get(STATISTICS, {}).items():
         kind, separator, joined = key.partition(_KIND)
         if not separator:
@@ -114,12 +116,13 @@ def read_statistics(
             if copy
             else value
         )
-        given, by_name = dict.fromkeys(names, value), found.setdefault(kind, {})
-        if twice := given.keys() & by_name.keys():
+        named = dict.fromkeys(names, value)
+        by_name = statistics.setdefault(kind, {})
+        if twice := named.keys() & by_name.keys():
             raise UpdateError(
                 f"The {kind} statistics of '{min(twice)}' come twice; send them once."
             )
         if shapes is not None:
-            check_statistics({kind: given}, shapes)
-        by_name |= given
-    return found
+            check_statistics({kind: named}, shapes)
+        by_name |= named
+    return statistics

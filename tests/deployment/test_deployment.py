@@ -176,8 +176,7 @@ def test_flower_lists_the_run_and_the_nodes(federation: Federation) -> None:
 def listed(federation: Federation, name: str) -> dict[str, Any]:
     """Return what a command of the page lists, as JSON."""
     text = federation.run(name, f"{federation.command(name).rstrip()} --format json")
-    found: dict[str, Any] = json.loads(text[text.index("{") :])
-    return found
+    return json.loads(text[text.index("{") :])
 
 
 @pytest.fixture(scope="module")

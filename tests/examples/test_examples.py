@@ -27,12 +27,12 @@ from typer.testing import CliRunner
 from tests.deployment.federation import ROOT, Federation
 
 EXAMPLES = ROOT / "examples"
-QUICKSTART, INSTITUTIONS = EXAMPLES / "quickstart", EXAMPLES / "institutions"
-SECURE, LANGUAGE = EXAMPLES / "secure-aggregation", EXAMPLES / "llm-lora"
-CLASSIFIER, BASELINE = (
-    EXAMPLES / "lora-classifier",
-    ROOT / "baselines" / "label-skew-text",
-)
+QUICKSTART = EXAMPLES / "quickstart"
+INSTITUTIONS = EXAMPLES / "institutions"
+SECURE = EXAMPLES / "secure-aggregation"
+LANGUAGE = EXAMPLES / "llm-lora"
+CLASSIFIER = EXAMPLES / "lora-classifier"
+BASELINE = ROOT / "baselines" / "label-skew-text"
 TEXTS = ("a fine film , I liked it", "a dull film , I hated it")
 
 
@@ -172,7 +172,8 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> str:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = tmp_path_factory.mktemp("language")
-    model, data = folder / "model", folder / "data"
+    model = folder / "model"
+    data = folder / "data"
     sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
     GPT2LMHeadModel(
         GPT2Config(vocab_size=save_tokenizer(model), **sizes)

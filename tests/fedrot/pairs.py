@@ -4,8 +4,6 @@ reports must say.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -68,17 +66,15 @@ def _conflicting(state: State, names: Names) -> State:
             for leaf in ("weight", "bias"):
                 key = f"{names.of(layer, module)}.{leaf}"
                 out[key] = out[key].roll(shift * DIM, 0)
-        output, up = (
-            f"{names.of(layer, 'output')}.weight",
-            f"{names.of(layer, 'up')}.weight",
-        )
+        output = f"{names.of(layer, 'output')}.weight"
+        up = f"{names.of(layer, 'up')}.weight"
         out[output] = out[output].roll(3 * DIM, 1)
         out[up] = out[up].roll(1, 0)
     return out
 
 
 #: Clients of an anchor, by what is hard about them.
-PAIRS: dict[str, Callable[[State, Names], State]] = {
+PAIRS = {
     "near": lambda state, names: near(state, 0.05),
     "barely": lambda state, names: near(state, 1e-9),
     "far": lambda state, names: near(state, 1.5),
@@ -106,12 +102,14 @@ def checked_report(
 
     Rows of groups that share no tensors are checked by replaying the moves one by one.
     """
-    names, symmetry = EVERY[name].names, symmetry_for(name)
+    names = EVERY[name].names
+    symmetry = symmetry_for(name)
     layers = options.layer_indices(LAYERS)
     groups = symmetry.select(options.parts, layers)
     touched = {slot.tensor for group in groups for slot in group.slots}
     alignment = fedrot.align(update, anchor, symmetry, options)
-    aligned, report = alignment.apply(update), alignment.report
+    aligned = alignment.apply(update)
+    report = alignment.report
     assert {
         key for key in update if not torch.equal(aligned[key], update[key])
     } <= touched
@@ -134,9 +132,10 @@ def checked_report(
     moves = {move.group.name: move for move in alignment.moves}
     assert alignment.moved == {group.name: group.name in moves for group in groups}
     tensors = {group.name: {slot.tensor for slot in group.slots} for group in groups}
-    current: State = dict(update)
+    current = dict(update)
     for row in report.rows():
-        own, moved = tensors.pop(row["group"]), row["group"] in moves
+        own = tensors.pop(row["group"])
+        moved = row["group"] in moves
         measured = squared_distance(only(current, own), anchor)
         assert row["before"] == pytest.approx(measured, rel=1e-9, abs=1e-20)
         current = apply_moves(current, [moves[row["group"]]] if moved else [])
@@ -177,7 +176,8 @@ def with_other_gains(state: State, symmetry: fedrot.Symmetry, seed: int) -> Stat
     """Return the same function with other gains, biases of norms, and redundant
     attention biases.
     """
-    out, rng = dict(state), seeded(seed)
+    out = dict(state)
+    rng = seeded(seed)
 
     def noise(like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=rng, dtype=torch.float64)

@@ -98,7 +98,8 @@ class Event:
         to wait for.
         """
         if stream is not None:
-            self._before, stream.waiting = stream.waiting, []
+            self._before = stream.waiting
+            stream.waiting = []
 
     def elapsed_time(self, later: Event) -> float:
         """Return milliseconds, always the same."""
@@ -123,7 +124,7 @@ class Pretend(TorchFunctionMode):
         self._storages: list[tuple[weakref.ref[Tensor], int, int]] = []
 
     def __enter__(self) -> Pretend:
-        fakes: dict[str, object] = {
+        fakes = {
             "Stream": Stream,
             "Event": Event,
             "stream": self._on,
@@ -235,7 +236,8 @@ class Pretend(TorchFunctionMode):
         source, target, dtype = _place(tensor), None, kwargs.get("dtype")
         for value in (*args, kwargs.get("device"), kwargs.get("other")):
             if isinstance(value, Tensor):
-                target, dtype = _place(value), value.dtype
+                target = _place(value)
+                dtype = value.dtype
             elif isinstance(value, torch.dtype):
                 dtype = value
             elif isinstance(value, str | torch.device):
@@ -250,7 +252,8 @@ class Pretend(TorchFunctionMode):
                 tensor, 255 if tensor.dtype == torch.uint8 else torch.nan
             )
             self._stream.waiting.append(lambda: later.copy_(tensor))
-            packet, self.unrecorded = self._wrapped(later), self.unrecorded + 1
+            packet = self._wrapped(later)
+            self.unrecorded = self.unrecorded + 1
             packet.record_stream = self._record
             return packet
         copied = source.type != target.type or bool(kwargs.get("copy"))
@@ -272,7 +275,8 @@ class Pretend(TorchFunctionMode):
         if not isinstance(result, Tensor) or isinstance(result, OnDevice):
             return result
         storage = result.untyped_storage()
-        place, size = storage.data_ptr(), storage.nbytes()
+        place = storage.data_ptr()
+        size = storage.nbytes()
         found = result.as_subclass(OnDevice)
         self._storages.append((weakref.ref(found), place, size))
         self.peak = max(self.peak, self.held)

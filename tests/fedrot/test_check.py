@@ -59,12 +59,13 @@ def test_attention_may_be_fused_and_the_model_stays(name: str) -> None:
 
 
 def test_what_cannot_be_checked_is_refused() -> None:
-    choice, bare = EVERY["bert-choice"].build("eager"), BARE["bert-bare"].build("eager")
+    choice = EVERY["bert-choice"].build("eager")
+    bare = BARE["bert-bare"].build("eager")
     with pytest.raises(fedrot.SymmetryError, match="batch of your own"):
         fedrot.check_function(
             choice, config_of("bert-choice").to_dict(), symmetry_for("bert-choice")
         )
-    with pytest.raises(fedrot.SymmetryError, match="Part 'residual' cannot be moved"):
+    with pytest.raises(fedrot.SymmetryError, match="'residual'"):
         _check("bert-bare", bare)
     assert _check("bert-bare", bare, parts=("heads", "attention", "ffn")) <= 1e-10
     tied = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=50))
@@ -109,7 +110,7 @@ def _heads(seen: Tensor) -> Tensor:
 NAMES = CASES[NAME].names
 #: A module, and a number that depends on one part's coordinates in it and on no
 #: other's.
-READ: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+READ = {
     "residual": (NAMES.of(0, "down"), lambda seen: seen.flatten(0, -2)[:3]),
     "output": ("bert.pooler.dense", lambda seen: seen[:3]),
     # The same whatever the heads' rotations.
@@ -158,9 +159,7 @@ def test_a_wrong_head_is_caught_and_the_part_is_named_if_it_is_asked_for(
 
 def test_several_guilty_parts_are_named_together_and_nan_proves_nothing() -> None:
     # The units of a query as they are: heads move them, and rotations.
-    with pytest.raises(
-        fedrot.SymmetryError, match="Moving heads and attention changes"
-    ):
+    with pytest.raises(fedrot.SymmetryError, match="heads and attention"):
         _check(NAME, _reading("residual", "heads"))
     with pytest.raises(fedrot.SymmetryError):
         _check(NAME, _reading("residual", factor=float("nan")))
@@ -200,7 +199,7 @@ def test_two_heads_are_moved_whatever_the_seed() -> None:
 # What is compared, and how groups are selected
 
 #: What a model returns, and the largest change; or a word of the error.
-ANSWERS: dict[str, tuple[Callable[..., Any], float | str]] = {
+ANSWERS = {
     "a cache": (lambda m, z, h: {"logits": z, "past_key_values": h}, 1e-10),
     "an encoder's states": (
         lambda m, z, h: {"logits": z, "encoder_last_hidden_state": h},

@@ -61,7 +61,7 @@ def _executed(page: str, count: int) -> dict[str, Any]:
     blocks = _code(page)
     assert len(blocks) == count
     torch.manual_seed(0)
-    scope: dict[str, Any] = {
+    scope = {
         "__name__": "page",
         "grid": FakeGrid(dict.fromkeys((1, 2, 3), _unchanged)),
     }
@@ -110,7 +110,8 @@ def test_every_block_of_the_front_pages_runs(
     monkeypatch.chdir(tmp_path)
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = BertConfig(vocab_size=40, num_labels=6, **small)
-    model, app = BertForSequenceClassification(config), ClientApp()
+    model = BertForSequenceClassification(config)
+    app = ClientApp()
     for folder in ("my-encoder", "path/to/encoder", "models/a", "models/b"):
         model.save_pretrained(folder)
         tokenizer(tmp_path / folder)
@@ -170,7 +171,7 @@ def test_the_page_about_comparisons_lists_the_named_strategies() -> None:
 def test_the_page_about_commands_lists_all_of_them() -> None:
     text = (DOCS / "reference/commands.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `fedrot (\S+)` \|", text, flags=re.MULTILINE)
-    group: Any = get_command(app)
+    group = get_command(app)
     assert listed == list(group.commands)
 
 

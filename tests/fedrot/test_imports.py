@@ -68,7 +68,7 @@ def imported(source: str, package: str) -> set[str]:
     """Return every module that the source imports, wherever in the file, as absolute
     names.
     """
-    names: set[str] = set()
+    names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +65,11 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_disk_leaves_what_was_there_and_is_named(
     tmp_path: Path, full: None
 ) -> None:
-    rows, page = tmp_path / "rows.jsonl", tmp_path / "page.html"
+    rows = tmp_path / "rows.jsonl"
+    page = tmp_path / "page.html"
     append_rows(rows, [{"a": 1}])
     page.symlink_to(tmp_path / "elsewhere")
-    writes: list[tuple[Path, Callable[[], None]]] = [
+    writes = [
         (rows, lambda: append_rows(rows, [{"a": 2}])),
         (page, lambda: write_text(page, 20 * "x")),
     ]
@@ -98,7 +98,8 @@ def test_the_error_of_a_file_in_a_new_folder_names_the_place_that_was_asked_for(
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
-    precious, link = tmp_path / "precious", tmp_path / "link"
+    precious = tmp_path / "precious"
+    link = tmp_path / "link"
     precious.write_text("one")
     link.symlink_to(precious)
     write_text(link, "two")

@@ -30,7 +30,8 @@ def printed(notebook: Any) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_has_clean_outputs(name: str) -> None:
-    notebook, pictures = stored(name), []
+    notebook = stored(name)
+    pictures = []
     for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
         kinds = [output.get("name", output.output_type) for output in cell.outputs]
         assert ("stdout" in kinds) == (
@@ -53,7 +54,8 @@ def test_a_notebook_has_clean_outputs(name: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [*LONG, "own-model"])
 def test_a_new_run_prints_the_same(name: str) -> None:
-    shown, now = printed(stored(name)), printed(executed(TUTORIALS / f"{name}.ipynb"))
+    shown = printed(stored(name))
+    now = printed(executed(TUTORIALS / f"{name}.ipynb"))
     assert NUMBER.sub("#", now) == NUMBER.sub("#", shown)
     # Other processors add up in another order.
     figures = [

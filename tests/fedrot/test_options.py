@@ -48,7 +48,7 @@ def test_layers_and_parts_restrict_what_moves(
     assert changed == touched_by(CASES[NAME].names, parts, chosen)
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED = [
     *(
         ({"layers": layers}, "'first:N'")
         for layers in ("", "first", "first:", "first:-1", "last")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from tests.models import (
 )
 
 NAME = "bert-classifier"
-SETTINGS: list[dict[str, Any]] = [
+SETTINGS = [
     {"parts": FULL, "chance": 0},
     {"parts": FULL},
     {"parts": FULL, "layers": "first:1", "chance": 0},
@@ -50,16 +49,15 @@ def test_distance_never_grows_and_every_row_of_the_report_is_true(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_distance_never_grows_in_low_precision(dtype: torch.dtype) -> None:
-    names, symmetry = CASES[NAME].names, symmetry_for(NAME)
+    names = CASES[NAME].names
+    symmetry = symmetry_for(NAME)
     for pair in ("near", "barely", "unrelated", "conflicting", "zero"):
         update = {k: v.to(dtype) for k, v in PAIRS[pair](state_of(NAME), names).items()}
         anchor = {k: v.to(dtype) for k, v in state_of(NAME).items()}
         size = squared_distance(anchor, {k: torch.zeros(()) for k in anchor})
         aligned = fedrot.align(update, anchor, symmetry, EAGER).apply(update)
-        before, after = (
-            squared_distance(update, anchor),
-            squared_distance(aligned, anchor),
-        )
+        before = squared_distance(update, anchor)
+        after = squared_distance(aligned, anchor)
         # Storing a rotated weight rounds it: an error of the dtype's precision,
         # relative to the weight.
         eps = torch.finfo(dtype).eps
@@ -67,7 +65,8 @@ def test_distance_never_grows_in_low_precision(dtype: torch.dtype) -> None:
 
 
 def test_report_counts_moves_angles_and_shares() -> None:
-    anchor, symmetry = state_of(NAME), symmetry_for(NAME)
+    anchor = state_of(NAME)
+    symmetry = symmetry_for(NAME)
     moved = fedrot.random_equivalent(anchor, symmetry, 1, ("attention", "ffn"))
     report = fedrot.align(moved, anchor, symmetry).report
     changed = 0
@@ -83,7 +82,7 @@ def test_report_counts_moves_angles_and_shares() -> None:
         report.share()
     )
     assert report.share() == pytest.approx(1)
-    by_part: dict[str, float] = defaultdict(float)
+    by_part = defaultdict(float)
     for row in report.rows():
         by_part[row["part"]] += row["before"] - row["after"]
         assert (row["angle"] > 5) == (row["part"] == "attention")
@@ -100,9 +99,11 @@ def test_report_counts_moves_angles_and_shares() -> None:
 
 
 def test_reported_angle_is_the_rotation_s_angle() -> None:
-    anchor, symmetry = state_of(NAME), symmetry_for(NAME)
+    anchor = state_of(NAME)
+    symmetry = symmetry_for(NAME)
     update = {k: v.clone() for k, v in anchor.items()}
-    c, s = torch.cos(torch.tensor(0.5)), torch.sin(torch.tensor(0.5))
+    c = torch.cos(torch.tensor(0.5))
+    s = torch.sin(torch.tensor(0.5))
     plane = torch.tensor([[c, -s], [s, c]], dtype=torch.float64)
     turn = torch.block_diag(*[plane] * (WIDTH // 2))
     for module in ("query", "key"):
@@ -121,7 +122,8 @@ def test_reported_angle_is_the_rotation_s_angle() -> None:
 
 
 def test_an_alignment_prints_a_summary_of_a_few_lines() -> None:
-    anchor, symmetry = state_of(NAME), symmetry_for(NAME)
+    anchor = state_of(NAME)
+    symmetry = symmetry_for(NAME)
     alignment = fedrot.align(
         fedrot.random_equivalent(anchor, symmetry, 1), anchor, symmetry
     )

@@ -46,7 +46,7 @@ QUERY = "bert.encoder.layer.1.attention.self.query.weight"
 UP_BIAS = "bert.encoder.layer.0.intermediate.dense.bias"
 #: A tensor, what becomes of it (None: it is left out), and a word of the error beside
 #: its name.
-DAMAGES: list[tuple[str, Change, str]] = [
+DAMAGES = [
     (QUERY, lambda t: None, "missing"),
     ("classifier.bias", lambda t: None, "missing"),
     ("adapter.weight", lambda t: torch.ones(2, 2), "not part of the model"),
@@ -64,7 +64,8 @@ DAMAGES: list[tuple[str, Change, str]] = [
 def test_a_bad_update_or_anchor_is_refused_by_name(
     tensor: str, change: Change, word: str
 ) -> None:
-    good, symmetry = state_of(NAME), symmetry_for(NAME)
+    good = state_of(NAME)
+    symmetry = symmetry_for(NAME)
     bad = {**near(good, 0.1), tensor: change(good.get(tensor, torch.zeros(())))}
     bad = {name: value for name, value in bad.items() if value is not None}
     for update, anchor, parts in ((bad, good, FULL), (good, bad, ("attention", "ffn"))):
@@ -110,7 +111,7 @@ def test_every_part_refuses_values_that_are_not_finite_or_overflow(
         assert f"'{key}'" in str(caught.value)
 
 
-STRANGE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+STRANGE = {
     "sparse": (lambda t: t.to_sparse(), "to_dense"),
     "compressed": (lambda t: t.to_sparse_csr(), "to_dense"),
     "complex": (lambda t: t.to(torch.complex64), "complex64"),
@@ -128,9 +129,10 @@ STRANGE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 )
 def test_a_tensor_that_cannot_be_computed_with_is_named(name: str, kind: str) -> None:
     made, says = STRANGE[kind]
-    state, symmetry = state_of(NAME), symmetry_for(NAME)
+    state = state_of(NAME)
+    symmetry = symmetry_for(NAME)
     strange = {**state, name: made(state[name])}
-    calls: list[Callable[[], object]] = [
+    calls = [
         lambda: fedrot.align(strange, state, symmetry),
         lambda: fedrot.align(state, strange, symmetry),
         lambda: fedrot.canonical(strange, symmetry),
@@ -152,7 +154,7 @@ def _align(update: Any, anchor: Any, symmetry: Any = None, options: Any = None) 
 Call = Callable[[Any, Any], Any]
 #: Calls that a new user makes by mistake with a model and its state, and what the
 #: errors say to write.
-CALLS: dict[type[Exception], list[tuple[Call, str]]] = {
+CALLS = {
     UpdateError: [
         (lambda model, state: _align(model, model), "model.state_dict()"),
         (lambda model, state: _align([*state.values()], state), "is a list"),

@@ -48,7 +48,8 @@ def _let_sweep(
 def test_every_sweep_brings_unrelated_models_closer(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    anchor, update = state_of(name), state_of(name, 5)
+    anchor = state_of(name)
+    update = state_of(name, 5)
     distances = []
     for sweeps in (1, 2, 3, 8):
         _let_sweep(monkeypatch, sweeps)
@@ -67,7 +68,8 @@ def test_sweeps_stop_where_nothing_is_gained(monkeypatch: pytest.MonkeyPatch) ->
         _let_sweep(monkeypatch, sweeps, tolerance)
         return fedrot.align(update, anchor, symmetry, _options())
 
-    long, longer = found(40).apply(update), found(60).apply(update)
+    long = found(40).apply(update)
+    longer = found(60).apply(update)
     assert largest_difference(long, longer) <= 1e-8
     assert found(20, 0.5).report.after == pytest.approx(found(1).report.after)
 
@@ -94,7 +96,8 @@ def test_distance_never_grows_where_a_matrix_has_both_axes_in_the_stream(
     """A language model's transform depends on the order twice: what helps each axis may
     harm both.
     """
-    symmetry, anchor = symmetry_for(name), state_of(name)
+    symmetry = symmetry_for(name)
+    anchor = state_of(name)
     twice = {
         "bert-mlm": "cls.predictions.transform.dense",
         "distilbert-mlm": "vocab_transform",
@@ -130,7 +133,7 @@ def _zero(*words: str) -> Callable[[str, Tensor], object]:
 
 
 #: What becomes of every tensor of a model.
-DEGRADE: dict[str, Callable[[str, Tensor], object]] = {
+DEGRADE = {
     "zero embeddings": _zero("embeddings"),
     "zero stream": _zero("LayerNorm", "layer_norm", "embeddings"),
     "equal units": _equal_units_of_the_stream,
@@ -222,7 +225,8 @@ def test_coordinate_descent_ends_in_the_best_for_its_order_of_a_tiny_stream(
         )
 
     every = {order: closest(order) for order in itertools.permutations(range(4))}
-    best, start = min(every.values()), squared_distance(update, anchor)
+    best = min(every.values())
+    start = squared_distance(update, anchor)
     _let_sweep(monkeypatch, 20, 1e-9)
     found = fedrot.align(update, anchor, symmetry, _options())
     reached = squared_distance(found.apply(update), anchor)

@@ -33,7 +33,7 @@ def fuzzed(weight: float, **arguments: st.SearchStrategy[Any]) -> Callable[[Any]
     """
 
     def decorate(test: Callable[..., bool]) -> Any:
-        accepted: list[bool] = []
+        accepted = []
 
         @functools.wraps(test)
         def counted(**drawn: Any) -> None:

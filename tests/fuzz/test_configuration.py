@@ -11,12 +11,12 @@ import pytest
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from fedrot.simulations import experiment as configuration
 from fedrot.simulations import simulate
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.strategy import NAMED, Strategy
+from fedrot.simulations.tasks.registry import TASKS
 from tests.fuzz.cases import EDGES, fuzzed, misspelt, values
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ FIELDS = sorted({*Experiment.model_fields, "local-epochs", "x", "rows"})
 KEYS = sorted({*Strategy.model_fields, "checkpoints", "parts"})
 WORDS = (
     *(
-        *configuration.TASKS,
+        *TASKS,
         *NAMED,
         "iid",
         "dirichlet:0.5",

@@ -45,7 +45,8 @@ nested = st.lists(parts.map(lambda part: part[0] * part[1]), max_size=6).map(
 def made() -> dict[str, bytes]:
     """Return a table and the files of a model, by name."""
     with TemporaryDirectory() as folder:
-        model, texts = fresh_model("bert-classifier").float(), ["a" * 9, "b"] * 20
+        model = fresh_model("bert-classifier").float()
+        texts = ["a" * 9, "b"] * 20
         model.save_pretrained(folder)
         torch.save(model.state_dict(), f"{folder}/pytorch_model.bin")
         pq.write_table(

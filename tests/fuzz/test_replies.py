@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -93,7 +92,7 @@ def headers(draw: st.DrawFn) -> bytes:
             ("<f4", "<f8", "|b1", "<i8", "<u2", "|O", ">f4", "<f2", "<c8", "<U9", "")
         )
     )
-    described: dict[str, Any] = {"descr": descr, "fortran_order": draw(st.booleans())}
+    described = {"descr": descr, "fortran_order": draw(st.booleans())}
     described["shape"] = draw(shapes)
     if draw(st.integers(0, 9)) == 0:
         described[
@@ -240,12 +239,11 @@ def test_a_reply_is_a_fitting_update_or_refused(
 
 
 def test_good_replies_are_accepted() -> None:
+    metrics = MetricRecord({"num-examples": 7})
     for good in GOOD:
-        metrics = MetricRecord({"num-examples": 7})
-        found = RecordDict({"arrays": good, "m": metrics, STATISTICS: GOOD_STATISTICS})
-        assert list(
-            inbox(("gram",)).decode(Message(found, reply_to=ASKED)).tensors
-        ) == list(MODEL)
+        sent = RecordDict({"arrays": good, "m": metrics, STATISTICS: GOOD_STATISTICS})
+        update = inbox(("gram",)).decode(Message(sent, reply_to=ASKED))
+        assert list(update.tensors) == list(MODEL)
 
 
 raw = st.binary(max_size=300) | headers() | mutated(GOOD[0]["embeddings"].data)

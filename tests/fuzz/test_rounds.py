@@ -4,7 +4,6 @@ finite.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,12 +24,19 @@ from fedrot.aggregation import Fisher, RegMean
 from fedrot.collect.statistics import check_statistics
 from fedrot.errors import UpdateError
 from fedrot.lora import AdapterOptions
-from fedrot.strategies import Aligned, FedRotLoRA
+from fedrot.strategies import FedRotLoRA
 from fedrot.strategies.round.asked import Asked
 from fedrot.strategies.round.evaluations import readable_evaluations
 from fedrot.tensors import LARGEST_NORM, check_finite
 from tests.fuzz.cases import fuzzed
-from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
+from tests.strategies.fakes import (
+    broadcast,
+    failure,
+    grid_of,
+    in_front_of,
+    replies,
+    tensors_of,
+)
 
 #: Sizes of numbers at which float32 and float64 break: too small, too large, none.
 SCALES = (
@@ -105,32 +111,29 @@ ADAPTERS = (
 )
 
 
-def named(factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    names = {n: f"base_model.model.{n[:-1]}lora_{n[-1]}.weight" for n in factors}
-    return {names[n]: factor.float() for n, factor in factors.items()}
+def factor(module: str, name: str) -> str:
+    return f"base_model.model.{module}.lora_{name}.weight"
 
 
 def adapter(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    sizes = {"A": (RANK, INPUTS), "B": (OUTPUTS, RANK)}
-    return named(
-        {
-            f"{m}.{f}": torch.randn(sizes[f], generator=generator)
-            for m in MODULES
-            for f in sizes
-        }
-    )
+    tensors = {}
+    for module in MODULES:
+        tensors[factor(module, "A")] = torch.randn(RANK, INPUTS, generator=generator)
+        tensors[factor(module, "B")] = torch.randn(OUTPUTS, RANK, generator=generator)
+    return tensors
 
 
 @st.composite
 def adapters(draw: st.DrawFn) -> dict[str, Tensor]:
     """Draw an adapter whose factors may have any size, and another rank."""
     rank = draw(st.sampled_from((RANK, RANK, RANK, 0, 1, RANK + 1)))
-    found, scale = {}, draw(usual | st.sampled_from((1e-44, 1e-42, 1e-20, 1e10, 1e15)))
+    scale = draw(usual | st.sampled_from((1e-44, 1e-42, 1e-20, 1e10, 1e15)))
+    tensors = {}
     for module in MODULES:
-        found[f"{module}.A"] = scale * draw(matrices(rank, INPUTS))
-        found[f"{module}.B"] = scale * draw(matrices(OUTPUTS, rank))
-    return named(found)
+        tensors[factor(module, "A")] = scale * draw(matrices(rank, INPUTS))
+        tensors[factor(module, "B")] = scale * draw(matrices(OUTPUTS, rank))
+    return {name: tensor.float() for name, tensor in tensors.items()}
 
 
 @fuzzed(
@@ -144,32 +147,25 @@ def test_adapters_are_averaged_or_dropped(
     options: AdapterOptions, hostile: dict[str, Tensor], examples: float, place: int
 ) -> bool:
     strategy = FedRotLoRA(LORA, options, fraction_evaluate=0.0)
-    honest = [(adapter(seed), 10.0) for seed in (1, 2)]
-    honest.insert(place, (hostile, examples))
-    accepted, arrays = played(strategy, adapter(0), honest)
-    check_finite(tensors_of(arrays))
+    honest = [(adapter(seed), {"num-examples": 10.0}) for seed in (1, 2)]
+    honest.insert(place, (hostile, {"num-examples": examples}))
+    accepted = played(strategy, adapter(0), honest)
     assert accepted >= 2
     return accepted == 3
 
 
-def played(
-    strategy: Any,
-    base: dict[str, Tensor],
-    sent: list[tuple[dict[str, Tensor], Any]],
-    **metrics: Any,
-) -> tuple[int, ArrayRecord]:
-    """Play a round, and return how many replies were accepted, and the model."""
-    grid = FakeGrid({100 + i: failure for i in range(len(sent))})
-    asked = list(strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid))
-    asked.sort(key=lambda message: message.metadata.dst_node_id)
-    replies = []
-    for i, (message, (tensors, given)) in enumerate(zip(asked, sent, strict=True)):
-        own = given if isinstance(given, dict) else {"num-examples": given, **metrics}
-        replies.append(reply(message, tensors, own.get("num-examples", 1), i))
-        replies[-1].content["metrics"] = MetricRecord(own)
-    arrays, found = strategy.aggregate_train(1, replies)
-    assert arrays is not None
-    return len(sent) - int((found or {}).get("fedrot-replies-dropped", 0)), arrays
+def played(strategy: Any, base: dict[str, Tensor], sent: list[Any]) -> int:
+    """Play a round of updates with metrics; return how many replies were accepted.
+
+    The model is finite.
+    """
+    asked = broadcast(strategy, base, len(sent))
+    answers = replies(asked, [tensors for tensors, _ in sent])
+    for answer, (_, metrics) in zip(answers, sent, strict=True):
+        answer.content["metrics"] = MetricRecord(metrics)
+    arrays, figures = strategy.aggregate_train(1, answers)
+    check_finite(tensors_of(arrays))
+    return len(sent) - int((figures or {}).get("fedrot-replies-dropped", 0))
 
 
 # Statistics
@@ -239,25 +235,15 @@ FIXED = {"noise_multiplier": 0.1, "clipping_norm": 1.0, "num_sampled_clients": 5
 ADAPTIVE = {"noise_multiplier": 0.1, "num_sampled_clients": 5}
 
 
-def in_front_of(strategy: type, *args: Any, **settings: Any) -> Any:
-    return type("Tried", (Aligned, strategy), {})(
-        None, *args, alignment=None, **settings
-    )
+def behind(strategy: type, *args: Any, **settings: Any) -> Any:
+    return lambda: in_front_of(strategy)(None, *args, alignment=None, **settings)
 
 
 BEHIND = {
-    **{
-        s.__name__: lambda s=s: in_front_of(s)
-        for s in (FedAvg, FedAdam, FedMedian, Krum)
-    },
-    **{
-        f"q={q}": lambda q=q: in_front_of(QFedAvg, q=q, client_learning_rate=0.1)
-        for q in (0.2, 2.0)
-    },
-    "fixed": lambda: in_front_of(
-        DifferentialPrivacyServerSideFixedClipping, FedAvg(), **FIXED
-    ),
-    "adaptive": lambda: in_front_of(
+    **{s.__name__: behind(s) for s in (FedAvg, FedAdam, FedMedian, Krum)},
+    **{f"q={q}": behind(QFedAvg, q=q, client_learning_rate=0.1) for q in (0.2, 2.0)},
+    "fixed": behind(DifferentialPrivacyServerSideFixedClipping, FedAvg(), **FIXED),
+    "adaptive": behind(
         DifferentialPrivacyServerSideAdaptiveClipping, FedAvg(), **ADAPTIVE
     ),
 }
@@ -305,12 +291,12 @@ def updates(draw: st.DrawFn) -> dict[str, Tensor]:
 def test_a_round_goes_on(
     behind: str, update: dict[str, Tensor], own: dict[str, Any], place: int
 ) -> bool:
-    clients: list[tuple[dict[str, Tensor], Any]] = [
-        ({n: t + 0.1 * (i + 1) for n, t in BASE.items()}, 1.0) for i in range(4)
+    usual = {"num-examples": 1.0, "train_loss": 0.5}
+    clients = [
+        ({n: t + 0.1 * (i + 1) for n, t in BASE.items()}, usual) for i in range(4)
     ]
     clients.insert(place, (update, own))
-    accepted, arrays = played(BEHIND[behind](), BASE, clients, train_loss=0.5)
-    check_finite(tensors_of(arrays))
+    accepted = played(BEHIND[behind](), BASE, clients)
     assert accepted >= 4
     return accepted == 5
 
@@ -333,10 +319,7 @@ def evaluations(draw: st.DrawFn, to: Message) -> Message:
 
 QUESTIONS = list(
     FedAvg(min_available_nodes=4, min_evaluate_nodes=4).configure_evaluate(
-        1,
-        ArrayRecord(BASE),
-        ConfigRecord(),
-        FakeGrid({100 + i: failure for i in range(4)}),
+        1, ArrayRecord(BASE), ConfigRecord(), grid_of([failure] * 4)
     )
 )
 
@@ -346,18 +329,17 @@ def test_evaluations_of_honest_clients_are_averaged(
     hostile: Message, place: int
 ) -> bool:
     own = MetricRecord({"num-examples": 10, "train_loss": 0.5})
-    replies = [
+    honest = [
         Message(RecordDict({"metrics": own}), reply_to=to) for to in QUESTIONS[1:]
     ]
-    honest = list(replies)
-    replies[place:place] = [hostile, hostile]
+    sent = [*honest[:place], hostile, hostile, *honest[place:]]
     asked = Asked([message.metadata for message in QUESTIONS])
-    found = readable_evaluations(replies, asked, "num-examples")
-    assert all(any(one is message for message in found) for one in honest)
-    failed = [message for message in found if message.has_error()]
-    assert len(found) <= 4
-    assert all(message.error.reason.isprintable() for message in failed)
-    average = FedAvg().aggregate_evaluate(1, found)
+    kept = readable_evaluations(sent, asked, "num-examples")
+    places = {id(message) for message in kept}
+    assert places >= {id(message) for message in honest}
+    assert len(kept) <= 4
+    assert all(m.error.reason.isprintable() for m in kept if m.has_error())
+    average = FedAvg().aggregate_evaluate(1, kept)
     assert average is not None
     assert list(average) == ["train_loss"]
-    return any(one is hostile for one in found)
+    return id(hostile) in places

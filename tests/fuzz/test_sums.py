@@ -59,7 +59,7 @@ def changed(value: Tensor, how: str, number: float, at: int) -> Tensor | None:
 @st.composite
 def lies(draw: st.DrawFn) -> Any:
     """Draw a lie about some of rows, sums and losses."""
-    told: dict[str, Any] = {}
+    told = {}
     for name in draw(st.sets(st.sampled_from((ROWS, SUMS, LOSSES)), min_size=1)):
         one = st.integers(0, 300) | st.sampled_from(EDGES) | st.floats()
         kept = st.sampled_from(
@@ -89,7 +89,8 @@ def lies(draw: st.DrawFn) -> Any:
 
 @fuzzed(2, lie=lies(), place=places)
 def test_a_head_is_fitted_to_the_others_over_rounds(lie: Any, place: int) -> bool:
-    old, before = OLD, accuracy(fitted([client(seed) for seed in range(3)]), 500)
+    old = OLD
+    before = accuracy(fitted([client(seed) for seed in range(3)]), 500)
     for number in range(2):
         clients = [
             client(10 * number + seed, lie=lie if seed == place else None)

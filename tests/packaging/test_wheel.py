@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    source = tmp_path_factory.mktemp("source")
+    folder = tmp_path_factory.mktemp("dist")
     for name in ("fedrot", "strategies", "simulations"):
         shutil.copytree(ROOT / name, source / name)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -46,7 +47,8 @@ def needed(asked: Requirement, fedrot: Distribution) -> dict[str, Distribution]:
     found, waiting, seen = {}, [asked], set()
     while waiting:
         asked = waiting.pop()
-        name, extras = canonicalize_name(asked.name), asked.extras or {""}
+        name = canonicalize_name(asked.name)
+        extras = asked.extras or {""}
         if (name, *extras) in seen:
             continue
         seen.add((name, *extras))

@@ -20,7 +20,7 @@ from reproductions.lora_rivals import RivalOptions
 from tests.fedrot.lora.test_averaging import IN, MODULES, Adapter, adapter
 from tests.fedrot.lora.test_peft import SETTINGS, outputs
 from tests.reproductions.test_lora_rivals import averaged
-from tests.strategies.fakes import Client, FakeGrid, reply
+from tests.strategies.fakes import Client, grid_of, reply
 
 #: The adapters of these tests are too small for a test against chance.
 EVERYTHING = fedrot.AlignmentOptions(parts=("adapters",), chance=0)
@@ -30,14 +30,13 @@ EVERYTHING = fedrot.AlignmentOptions(parts=("adapters",), chance=0)
 def test_rotations_do_not_change_the_function(kind: str) -> None:
     build, options = SETTINGS[kind]
     torch.manual_seed(0)
-    model: Any = peft.get_peft_model(
-        build(), peft.LoraConfig(r=4, lora_alpha=6, **options)
-    )
+    model = peft.get_peft_model(build(), peft.LoraConfig(r=4, lora_alpha=6, **options))
     model = model.double().eval()
     for name, parameter in model.named_parameters():
         if "lora_" in name and "magnitude" not in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    before, tensors = outputs(model), adapter_tensors(model)
+    before = outputs(model)
+    tensors = adapter_tensors(model)
     symmetry = adapter_symmetry(tensors)
     turned = fedrot.random_equivalent(tensors, symmetry, seed=1, parts=("adapters",))
     assert (
@@ -52,7 +51,8 @@ def test_rotations_do_not_change_the_function(kind: str) -> None:
 
 
 def test_alignment_is_the_rotation_by_both_factors() -> None:
-    start, given = adapter(0), adapter(1)
+    start = adapter(0)
+    given = adapter(1)
     found = fedrot.align(given, start, adapter_symmetry(start), EVERYTHING).apply(given)
     expected = averaged([given], RivalOptions("rotate"), start)
     for name, tensor in expected.items():
@@ -94,7 +94,8 @@ def turning(index: int) -> Client:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         (received,) = message.content.array_records.values()
-        start, step = received.to_torch_state_dict(), floats(adapter(index))
+        start = received.to_torch_state_dict()
+        step = floats(adapter(index))
         near = {name: start[name] + 0.01 * step[name] for name in start}
         symmetry = adapter_symmetry(near)
         sent = fedrot.random_equivalent(near, symmetry, seed=index, parts=("adapters",))
@@ -114,7 +115,7 @@ def honest() -> Adapter:
 
 
 def started(strategy: Any) -> Adapter:
-    grid = FakeGrid({100 + i: turning(i) for i in range(3)})
+    grid = grid_of(map(turning, range(3)))
     found = strategy.start(grid, ArrayRecord(floats(adapter(9))), 1)
     return found.arrays.to_torch_state_dict()
 
@@ -148,7 +149,7 @@ def test_options_of_whole_models_are_refused_before_clients_train() -> None:
     said = r"these are LoRA adapters\. Write AlignmentOptions\(parts=\('adapters',\)\)"
     with pytest.raises(SymmetryError, match=said):
         fedrot.align(adapter(1), start, symmetry)
-    grid = FakeGrid({100 + i: turning(i) for i in range(3)})
+    grid = grid_of(map(turning, range(3)))
     with pytest.raises(SymmetryError, match=said):
         FedRot(symmetry).start(grid, ArrayRecord(floats(start)), 1)
     assert not grid.asked

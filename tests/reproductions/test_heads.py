@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, one_hot
 from transformers import BertConfig, BertModel
 from typer.testing import CliRunner
 
-from fedrot.simulations import models
+from fedrot.simulations import pretrained
 from fedrot.task_head.choice import SHRINKAGES
 from fedrot.task_head.fit import fitted_task_heads
 from reproductions.heads import __main__, cell, closed
@@ -30,15 +30,13 @@ from reproductions.heads.federation import PROBE_RATES, PROBE_ROUNDS, Federation
 from reproductions.heads.rounds import average, candidates, play
 
 torch.manual_seed(0)
-SIZES: Any = {
+SIZES = {
     "vocab_size": 40,
     "hidden_size": 24,
     "intermediate_size": 32,
     "num_attention_heads": 3,
 }
-BERT: Any = BertModel(
-    BertConfig(**SIZES, num_hidden_layers=4, initializer_range=0.3)
-).eval()
+BERT = BertModel(BertConfig(**SIZES, num_hidden_layers=4, initializer_range=0.3)).eval()
 LABELS = torch.tensor([0, 1, 2, 4] * 15)  # no row of class 3
 FEATURES = torch.randn(60, 7) + one_hot(LABELS, 7)
 
@@ -54,7 +52,8 @@ def federation() -> Federation:
 
 @pytest.mark.parametrize("pooling", ["mean", "pooler"])
 def test_heads_read_what_bert_gives(federation: Federation, pooling: str) -> None:
-    rows, other = np.arange(40, 60), copy.deepcopy(BERT)
+    rows = np.arange(40, 60)
+    other = copy.deepcopy(BERT)
     with torch.no_grad():
         other.encoder.layer[3].output.dense.weight.mul_(2)
         ids = torch.from_numpy(federation.cell.ids[rows])
@@ -84,11 +83,9 @@ def test_an_epoch_is_that_of_torch_and_scaffold_has_its_option_two(arm: Arm) -> 
         return cross_entropy(x[places] @ flat.view(3, 3), labels[places])
 
     end, gradient = epoch(loss, start, order, arm, shift)
-    weights, kind = (
-        nn.Parameter(start.clone()),
-        torch.optim.SGD if arm.sgd else torch.optim.Adam,
-    )
-    optimiser: Any = kind([weights], lr=arm.rate)
+    weights = nn.Parameter(start.clone())
+    kind = torch.optim.SGD if arm.sgd else torch.optim.Adam
+    optimiser = kind([weights], lr=arm.rate)
     for batch in (order[:16], order[16:32], order[32:48], order[48:]):
         optimiser.zero_grad()
         pull = arm.pull / 2 * (weights - start).square().sum()
@@ -122,9 +119,11 @@ def test_discriminants_and_ridges_are_those_of_sklearn() -> None:
 
 
 def test_fedcof_and_fedncm_by_loops() -> None:
-    client, wanted = torch.arange(60) % 7 // 2, torch.zeros(7, 7).double()
+    client = torch.arange(60) % 7 // 2
+    wanted = torch.zeros(7, 7).double()
     for c in LABELS.unique():
-        own, x = client[c == LABELS], FEATURES[c == LABELS].double()
+        own = client[c == LABELS]
+        x = FEATURES[c == LABELS].double()
         parts = [
             (int((own == k).sum()), x[own == k].mean(0) - x.mean(0))
             for k in own.unique()
@@ -164,14 +163,16 @@ def test_ccvr_is_near_the_posterior_and_fourier_features_have_the_kernel() -> No
 
 
 def test_the_probe_is_fedavg_of_the_head_alone(federation: Federation) -> None:
-    own, read = federation.cell, federation.features(federation.start, np.arange(230))
+    own = federation.cell
+    read = federation.features(federation.start, np.arange(230))
 
     def loss(flat: Tensor, rows: Any) -> Tensor:
         return cross_entropy(
             read[rows] @ flat[:72].view(3, 24).T + flat[72:], federation.labels[rows]
         )
 
-    flat, arm = federation.start[-75:], Arm(PROBE_RATES[2])
+    flat = federation.start[-75:]
+    arm = Arm(PROBE_RATES[2])
     for number in range(PROBE_ROUNDS):
         ends = [
             len(rows) * epoch(loss, flat, rows, arm)[0]
@@ -185,10 +186,8 @@ def test_the_probe_is_fedavg_of_the_head_alone(federation: Federation) -> None:
 
 
 def test_the_best_candidate_and_temperature_are_taken() -> None:
-    loss, head = (
-        partial(cross_entropy, target=LABELS),
-        (9 * torch.randn(3, 5, 7), torch.randn(3, 5)),
-    )
+    loss = partial(cross_entropy, target=LABELS)
+    head = (9 * torch.randn(3, 5, 7), torch.randn(3, 5))
     best, losses = closed.calibrated(FEATURES, LABELS, head)
     tried = [
         loss(x / t) for x in closed.scores(FEATURES, head) for t in closed.TEMPERATURES
@@ -207,10 +206,8 @@ def test_a_round_averages_half_of_the_clients_and_central_is_one_client(
         federation.start,
         np.random.default_rng([5, 3, 1]),
     )
-    variates, clients = (
-        [torch.zeros_like(start)] * 9,
-        rng.choice(8, 4, replace=False).tolist(),
-    )
+    variates = [torch.zeros_like(start)] * 9
+    clients = rng.choice(8, 4, replace=False).tolist()
     ends, batches, arm = [], own.batches(1), ARMS["fedlc"]
     for k in clients:  # FedLC: logits minus n_kc^(-1/4)
         shift = torch.tensor(
@@ -224,7 +221,8 @@ def test_a_round_averages_half_of_the_clients_and_central_is_one_client(
     average(federation, ARMS["scaffold"], start, variates, 1)
     torch.testing.assert_close(torch.stack(variates[:8]).mean(0), variates[8])
     assert [bool(one.any()) for one in variates[:8]] == [k in clients for k in range(8)]
-    rows, arm = rng.permutation(np.concatenate(batches)), ARMS["central"]
+    rows = rng.permutation(np.concatenate(batches))
+    arm = ARMS["central"]
     assert average(federation, arm, start, variates, 1).equal(
         epoch(federation.loss, start, rows, arm)[0]
     )
@@ -235,7 +233,8 @@ def test_every_arm_plays(
     federation: Federation, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(closed, "fourier", partial(closed.fourier, size=64))
-    arm, first = ARMS[name], federation.evaluate(federation.start, ARMS[name].start)
+    arm = ARMS[name]
+    first = federation.evaluate(federation.start, ARMS[name].start)
     told = list(
         play(federation, replace(arm, rate=0.3 * (arm.rate > 0)), 2)
     )  # far too large a rate
@@ -244,10 +243,8 @@ def test_every_arm_plays(
     losses = [first.losses.mean(), *(row["held_loss"] for row in told)]
     assert np.isfinite(losses).all()
     assert not arm.old or (np.diff(losses) <= 0).all()
-    found, body = (
-        candidates(federation, arm, first, 2 * first.flat, True),
-        slice(-federation.size),
-    )
+    found = candidates(federation, arm, first, 2 * first.flat, True)
+    body = slice(-federation.size)
     assert [*found] == ["old"] * arm.old + [f"{step:g}" for step in arm.steps]
     for step in arm.steps:  # a fitted head, with its temperature, goes with its body
         model = found[f"{step:g}"]
@@ -260,11 +257,10 @@ def test_every_arm_plays(
 
 @pytest.mark.parametrize("skew", [0, 0.1])
 def test_a_cell_divides_all_rows_and_knows_its_worst_client(skew: float) -> None:
-    labels, client = np.arange(500) % 2, cell.divided(np.arange(400) % 2, skew, 11)
-    found, sizes = (
-        cell.Cell(np.ones((500, 4), dtype=np.int64), labels, client, 11),
-        np.bincount(client),
-    )
+    labels = np.arange(500) % 2
+    client = cell.divided(np.arange(400) % 2, skew, 11)
+    found = cell.Cell(np.ones((500, 4), dtype=np.int64), labels, client, 11)
+    sizes = np.bincount(client)
     assert found.counts.sum(1).tolist() == [n - round(n / 4) for n in sizes]
     assert sorted([*found.training, *found.held_out, *found.test]) == [*range(500)]
     guess = np.random.default_rng(1).integers(0, 2, 100)
@@ -282,7 +278,7 @@ def test_a_cell_is_repeated_and_its_rows_are_a_table(
         str(tmp_path / "tokenizer.json")
     )
     BERT.save_pretrained(tmp_path)
-    monkeypatch.setattr(models, "source_of", lambda _: str(tmp_path))
+    monkeypatch.setattr(pretrained, "source_of", lambda _: str(tmp_path))
     monkeypatch.setattr(cell, "ROWS", 160)
     number = np.random.default_rng(0).integers(1, 40, 600)
     table = pd.DataFrame({f"label {c}": number % 3 == c for c in range(3)})
@@ -294,14 +290,10 @@ def test_a_cell_is_repeated_and_its_rows_are_a_table(
     found = cell.load("isear", 0.3, 11, tmp_path, tmp_path / "tokenizer.json")
     assert len(found.test) == sum(i % 7 > 0 and i % 5 > 1 for i in range(600))
     assert (found.ids[:, 0] % 3 == found.labels).all()
-    names, shape = (
-        ["step0", "fedavg", "fedavg+fit", "ours-lowest", "central"],
-        ["--rounds=2", "--layers=2"],
-    )
-    out, more = (
-        tmp_path / "rows.jsonl",
-        [f"--data-dir={tmp_path}", f"--arms={','.join(names)}"],
-    )
+    names = ["step0", "fedavg", "fedavg+fit", "ours-lowest", "central"]
+    shape = ["--rounds=2", "--layers=2"]
+    out = tmp_path / "rows.jsonl"
+    more = [f"--data-dir={tmp_path}", f"--arms={','.join(names)}"]
     for seed in ("11", "12"):
         told = ["run", "isear", "0.3", seed, f"--out={out}", *shape, *more]
         CliRunner().invoke(__main__.app, told, catch_exceptions=False)
@@ -310,7 +302,8 @@ def test_a_cell_is_repeated_and_its_rows_are_a_table(
         __main__.app, ["table", str(out), *shape], env={"COLUMNS": "200"}
     )
     shown = " ".join(found.output.split())
-    best, difference = f1[names[:2]].mean().idxmax(), f1.rsub(f1["ours-lowest"], axis=0)
+    best = f1[names[:2]].mean().idxmax()
+    difference = f1.rsub(f1["ours-lowest"], axis=0)
     half = (
         12.7062 * difference.std() / 2**0.5
     )  # of the t distribution with one degree of freedom

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 import reproductions.plugins  # noqa: F401
 from fedrot.lora import adapter_tensors
-from fedrot.simulations.data.encode import bundled_tokenizer
+from fedrot.simulations.data.tokenizers import bundled_tokenizer
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.cells import RUNS, CellRun, run_cell
 from fedrot.simulations.federation.client_app import app
@@ -32,7 +32,7 @@ from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 from reproductions.ensemble import Ensemble, with_state
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "train_limit": 64,
     "test_limit": 20,
     "max_length": 16,
@@ -94,22 +94,22 @@ def shell(task: Task) -> nn.Module:
     return build_model(task.experiment, task.data, seed=0)
 
 
-REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
+REFUSED = (
     ({"kind": "ensemble", "guard": "loss"}, {}, "does not read guard"),
     ({"kind": "ensemble", "alignment": {"chance": 0}}, {}, "does not read alignment"),
-    ({"kind": "ensemble", "options": {"mean": True}}, {}, "give probabilities or none"),
+    ({"kind": "ensemble", "options": {"mean": True}}, {}, "probabilities"),
     (
         {"kind": "ensemble"},
         {"task": "mlm"},
-        "for task 'classification' or 'image', not for 'mlm'",
+        "not for 'mlm'",
     ),
-    ({"kind": "ensemble"}, {"lora": LORA}, "for whole models; leave out lora"),
+    ({"kind": "ensemble"}, {"lora": LORA}, "leave out lora"),
     ({"kind": "joined-steps", "fit_at_end": True}, {}, "does not read fit_at_end"),
     ({"kind": "adapters"}, {}, "is for adapters; give lora"),
     (
         {"kind": "adapters"},
         {"lora": {**LORA, "r": [2, 4]}},
-        "different ranks cannot be rotated",
+        "rotated",
     ),
     ({"kind": "adapters", "options": {"chance": -1}}, {"lora": LORA}, "chance is -1"),
     (rival("x"), {}, "is for adapters; give lora"),
@@ -118,7 +118,7 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, Any], str], ...] = (
     (
         rival("x", method="rotate"),
         {"lora": {**LORA, "r": [2, 4]}},
-        "different ranks have no mean",
+        "no mean",
     ),
 )
 
@@ -150,10 +150,9 @@ def together(
     problem: str, *rows: tuple[float, ...], probabilities: bool
 ) -> list[float]:
     models = [Says(problem, row) for row in rows]
-    found: list[float] = (
+    return (
         Ensemble(models, probabilities)(input_ids=torch.zeros(1, 2)).logits[0].tolist()
     )
-    return found
 
 
 def logs(*values: float) -> list[float]:
@@ -163,7 +162,7 @@ def logs(*values: float) -> list[float]:
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
 #: Kind of labels, whether probabilities are averaged, and the answer to logits (0, ln
 #: 3), (ln 9, 0).
-ANSWERS: list[tuple[str, bool, list[float]]] = [
+ANSWERS = [
     (SINGLE, False, logs(3, math.sqrt(3))),
     (SINGLE, True, logs(0.575, 0.425)),  # of (1/4, 3/4) and (9/10, 1/10)
     (MULTI, False, logs(3, math.sqrt(3))),
@@ -231,7 +230,7 @@ def test_the_clients_models_of_a_round_answer_together(
 def test_joined_steps_are_those_of_one_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int, float]] = []
+    asked = []
 
     def train(
         model: Any, of: Task, rows: Any, seed: int, epochs: float, lr: float
@@ -248,7 +247,7 @@ def test_joined_steps_are_those_of_one_client(
     assert (rows, fewer) == (same, epochs / 2)
 
 
-STRATEGIES: tuple[Any, ...] = (
+STRATEGIES = (
     "fedavg",
     {"name": "previous", "adapters": {"method": "exact", "gauge": "previous"}},
     rival("mean"),
@@ -269,7 +268,7 @@ def of_lora(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Experimen
     """Return experiments of a saved encoder with its tokenizer."""
     folder = tmp_path_factory.mktemp("pretrained")
     small = experiment_of("fedavg")
-    model: Any = build_model(small, task_of(small.to_json()).data, 0)
+    model = build_model(small, task_of(small.to_json()).data, 0)
     model.save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=bundled_tokenizer()).save_pretrained(
         folder

@@ -13,17 +13,10 @@ from torch import Tensor
 
 import fedrot
 from fedrot.alignment import learning
-from fedrot.alignment.learning import Learned, loss_of
+from fedrot.alignment.learning import Learnable, Learned, learn_alignment, loss_of
 from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Move, Slice, Slot
-from reproductions.learning import (
-    HeadLinear,
-    LearningOptions,
-    _matrix,
-    _multiplied,
-    initial,
-    learn_alignment,
-)
+from reproductions.learning import HeadLinear, LearningOptions, SoftPermutation
 from tests.fedrot.oracles import along, dense, seeded
 from tests.models import (
     DIM,
@@ -98,7 +91,8 @@ def _in_gl(state: State, seed: int, spread: float = 1.0) -> State:
 def test_the_function_is_preserved_and_permutations_stay_permutations(
     name: str, general: bool
 ) -> None:
-    anchor, update = state_of(name), state_of(name, 4)
+    anchor = state_of(name)
+    update = state_of(name, 4)
     found = _learn(
         anchor, update, name, parts=ALL, general=general, lr=0.05, permutation_lr=1.0
     )
@@ -151,7 +145,8 @@ def test_the_loss_of_the_average_falls_where_rotations_cannot_help() -> None:
 
 
 def test_without_steps_or_parts_the_start_is_returned_and_no_batch_is_read() -> None:
-    anchor, update = state_of(NAME), state_of(NAME, 4)
+    anchor = state_of(NAME)
+    update = state_of(NAME, 4)
     options = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
     start = fedrot.align(update, anchor, symmetry_for(NAME), options)
     plain = fedrot.align(update, anchor, symmetry_for(NAME))
@@ -176,9 +171,10 @@ def test_without_steps_or_parts_the_start_is_returned_and_no_batch_is_read() -> 
 
 def test_rotations_are_learned_as_fedrot_learns_them() -> None:
     symmetry = symmetry_for(NAME)
-    anchor, update = state_of(NAME), state_of(NAME, 4)
+    anchor = state_of(NAME)
+    update = state_of(NAME, 4)
     start = fedrot.align(update, anchor, symmetry)
-    given: Any = (loss_of(_model(anchor)), _batches(), update, anchor, symmetry, start)
+    given = (loss_of(_model(anchor)), _batches(), update, anchor, symmetry, start)
     ours = learning.learn_alignment(
         *given, learning.LearningOptions(("attention",), steps=4)
     )
@@ -194,7 +190,7 @@ def test_rotations_are_learned_as_fedrot_learns_them() -> None:
 @pytest.mark.parametrize("contravariant", [True, False])
 @pytest.mark.parametrize(("axis", "start"), [(0, 0), (1, 3)])
 @pytest.mark.parametrize(
-    "kind", [HeadRotation(2, 3), HeadLinear(2, 3), Permutation(6)], ids=str
+    "action", [HeadRotation(2, 3), HeadLinear(2, 3), Permutation(6)], ids=str
 )
 def test_a_slot_moves_as_by_the_groups_own_action_with_true_gradients(
     action: Any, axis: int, start: int, contravariant: bool
@@ -211,28 +207,33 @@ def test_a_slot_moves_as_by_the_groups_own_action_with_true_gradients(
         shape, generator=seeded(1), dtype=torch.float64, requires_grad=True
     )
     element = action.random(seeded(2))
-    matrix = dense(action, element, 6) if isinstance(action, Permutation) else element
-    moved = _multiplied(tensor.detach(), slot, group, matrix)
+    soft = isinstance(action, Permutation)
+    matrix = dense(action, element, 6) if soft else element
+    learned = (SoftPermutation if soft else Learnable)(group, torch.empty(0))
+    moved = learned.multiplied(tensor.detach(), slot, matrix)
     assert (moved - Move(group, element).on(tensor.detach(), slot)).abs().max() <= 1e-12
-    on, expected = dense(action, element, 6), tensor.detach().clone()
+    on = dense(action, element, 6)
+    expected = tensor.detach().clone()
     on = torch.linalg.inv(on).mT if slot.contravariant else on
     slot.of(expected).copy_(along(on, slot.of(tensor.detach()), axis))
     assert (moved - expected).abs().max() <= 1e-12
     matrix = matrix.double().requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda t, m: _multiplied(t, slot, group, m), (tensor, matrix)
+        lambda t, m: learned.multiplied(t, slot, m), (tensor, matrix)
     )
 
 
 def test_a_permutation_acts_hard_and_learns_softly() -> None:
     group = Group("g", 0, "ffn", Permutation(6), ())
     options = LearningOptions()
-    parameter = initial(group.action)
-    assert (_matrix(group, parameter, options) - torch.eye(6)).abs().max() <= 1e-6
+    learned = options.learnable(group)
+    assert isinstance(learned, SoftPermutation)
+    parameter = learned.parameter
+    assert (learned.element(parameter) - torch.eye(6)).abs().max() <= 1e-6
     scores = torch.randn(
         6, 6, generator=seeded(1), dtype=torch.float64
     ).requires_grad_()
-    hard = _matrix(group, scores, options)
+    hard = learned.element(scores)
     rounded = hard.detach().round()
     assert (hard.detach() - rounded).abs().max() <= 1e-6
     assert rounded.sum(0).tolist() == rounded.sum(1).tolist() == [1.0] * 6

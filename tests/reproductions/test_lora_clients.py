@@ -4,8 +4,6 @@ factors.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -25,7 +23,8 @@ def test_a_residual_is_as_good_as_the_adapter(target: str) -> None:
     place.
     """
     model = layers(target=target)
-    before, own = outputs(model), adapter_tensors(model)
+    before = outputs(model)
+    own = adapter_tensors(model)
     settings = LoraSettings.of(model.peft_config["default"])
     (pair,) = pairs_of(own)
     a, b = factors(own, pair)
@@ -72,7 +71,7 @@ def test_half_precision_is_told_that_it_loses_a_residual() -> None:
 
 
 def test_a_client_says_before_it_trains_that_it_cannot_take_a_residual() -> None:
-    tied: Any = Layers()
+    tied = Layers()
     tied.head = nn.Linear(6, 30, bias=False)
     tied.head.weight = tied.wte.weight
     shared = adapted(tied, target_modules=["wte"])
@@ -83,15 +82,13 @@ def test_a_client_says_before_it_trains_that_it_cannot_take_a_residual() -> None
         lambda: train_only(shared, {TRAIN: "both", FOLDS: True}),
         lambda: load_folded(shared, {**own, residual_name(pair): torch.ones(6, 30)}),
     ):
-        with pytest.raises(FedrotError, match="are those of another module, too"):
+        with pytest.raises(FedrotError, match="another module"):
             refused()
     load_folded(shared, own)
     conditional = adapted(Layers(), target_modules=["linear"])
     train_only(conditional, {FOLDS: True})
     conditional.peft_config["default"].alora_invocation_tokens = [3]
-    with pytest.raises(
-        FedrotError, match="this adapter waits for its invocation tokens"
-    ):
+    with pytest.raises(FedrotError, match="invocation"):
         train_only(conditional, {FOLDS: True})
     with pytest.raises(FedrotError, match="factors is 'None'"):
         train_only(shared, {TRAIN: "None"})

@@ -73,7 +73,8 @@ def test_factors_and_residual_are_the_mean_product(
 @pytest.mark.parametrize("method", ["mean", "exact", "stack"])
 def test_residuals_lose_nothing_of_many_clients(method: str) -> None:
     """Far more terms than a bounded sum would keep."""
-    start, sent = adapter(0), [adapter(i) for i in range(1, 20)]
+    start = adapter(0)
+    sent = [adapter(i) for i in range(1, 20)]
     average = RivalOptions(method, residual="fold").average(SETTINGS, start)
     given = updates(sent, [1.0] * 19)
     for update in given:
@@ -87,7 +88,8 @@ def test_residuals_lose_nothing_of_many_clients(method: str) -> None:
 
 def test_a_stack_begins_anew() -> None:
     options = RivalOptions("stack", residual="fold")
-    start, sent = adapter(0), [adapter(i) for i in range(3)]
+    start = adapter(0)
+    sent = [adapter(i) for i in range(3)]
     first, again, later = (averaged(sent, options, start, n) for n in (1, 1, 2))
     for module, (width, _) in MODULES.items():
         a = first[f"{module}.{A}"]
@@ -126,11 +128,13 @@ def test_a_frozen_factor_stays_and_the_mean_is_exact(
 @pytest.mark.parametrize(("server_round", "kept"), [(1, A), (2, B)])
 def test_rotations_by_one_factor_in_turns(server_round: int, kept: str) -> None:
     """FedRot-LoRA: odd rounds rotate by A, even rounds by B, softly."""
-    start, given = adapter(0), adapter(1)
+    start = adapter(0)
+    given = adapter(1)
     options = RivalOptions("rotate", strength=0.4, by="alternate")
     found = averaged([given], options, start, server_round)
     for module in MODULES:
-        to, own = start[f"{module}.{kept}"], given[f"{module}.{kept}"]
+        to = start[f"{module}.{kept}"]
+        own = given[f"{module}.{kept}"]
         m = to @ own.mT if kept == A else to.mT @ own
         r = polar(0.6 * torch.eye(3, dtype=torch.float64) + 0.4 * polar(m))
         assert torch.allclose(
@@ -184,7 +188,8 @@ def test_smaller_factors_are_padded_with_zeros() -> None:
     """HetLoRA: the mean of padded factors, and clients that keep the first
     directions.
     """
-    start, ranks = adapter(0, 4), (2, 4, 1)
+    start = adapter(0, 4)
+    ranks = (2, 4, 1)
     sent = [adapter(i, rank) for i, rank in enumerate(ranks)]
     found = averaged(sent, RivalOptions("pad"), start)
     for module, (width, outputs) in MODULES.items():
@@ -212,7 +217,8 @@ def test_rotation_undoes_rotations() -> None:
     """Clients with one adapter in rotated coordinates average to it; the mean of
     factors does not.
     """
-    start, clients = adapter(1), []
+    start = adapter(1)
+    clients = []
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         r, _ = torch.linalg.qr(

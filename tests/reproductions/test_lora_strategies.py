@@ -17,7 +17,7 @@ from reproductions.lora_clients import TRAIN
 from reproductions.lora_rivals import RivalOptions
 from reproductions.lora_strategies import FedAvgRivalLoRA, RivalLoRA
 from tests.fedrot.lora.test_averaging import MODULES, SETTINGS, adapter, product
-from tests.strategies.fakes import ArrayRecord, FakeGrid, Message, reply
+from tests.strategies.fakes import ArrayRecord, Message, grid_of, reply
 from tests.strategies.templates import own_messages
 from tests.strategies.test_lora import CONFIG, EVERY, client, floats, started
 
@@ -37,7 +37,8 @@ def of_the_schedule(
         (config,) = message.content.config_records.values()
         seen.append(str(config[TRAIN]))
         (received,) = message.content.array_records.values()
-        start, step = received.to_torch_state_dict(), floats(adapter(index))
+        start = received.to_torch_state_dict()
+        step = floats(adapter(index))
         own = {n: t for n, t in start.items() if back or "residual" not in n}
         for name in own.keys() & step.keys():
             if "lora_" not in name or seen[-1] in (
@@ -55,9 +56,9 @@ def of_the_schedule(
     [("freeze-a", "BBB"), ("alternate", "BAB"), ("both", ["both"] * 3)],
 )
 def test_clients_are_told_what_they_train(schedule: str, said: str | list[str]) -> None:
-    seen: list[str] = []
+    seen = []
     options = RivalOptions("mean", schedule=schedule)
-    grid = FakeGrid({100 + i: of_the_schedule(i, seen) for i in range(2)})
+    grid = grid_of(of_the_schedule(i, seen) for i in range(2))
     result = FedAvgRivalLoRA(CONFIG, options, **EVERY).start(
         grid, ArrayRecord(floats(adapter(9))), 3
     )
@@ -68,9 +69,9 @@ def test_clients_are_told_what_they_train(schedule: str, said: str | list[str]) 
 
 @pytest.mark.parametrize("back", [False, True])
 def test_residuals_travel_to_the_clients_who_may_send_them_back(back: bool) -> None:
-    seen: list[str] = []
+    seen = []
     options = RivalOptions("mean", residual="fold")
-    grid = FakeGrid({100 + i: of_the_schedule(i, seen, back) for i in range(2)})
+    grid = grid_of(of_the_schedule(i, seen, back) for i in range(2))
     start = floats(adapter(9))
     found = FedAvgRivalLoRA(CONFIG, options, **EVERY).start(grid, ArrayRecord(start), 2)
     tensors = found.arrays.to_torch_state_dict()
@@ -104,7 +105,7 @@ def test_a_run_goes_on_from_the_result_of_another() -> None:
         FedAvgRivalLoRA(CONFIG, **EVERY),
         RivalAdam(CONFIG, eta=0.01, **EVERY),
     ):
-        grid = FakeGrid({100 + i: client(i) for i in range(3)})
+        grid = grid_of(map(client, range(3)))
         found = strategy.start(grid, folded, 1).arrays.to_torch_state_dict()
         assert all(
             torch.equal(found[name], tensor) for name, tensor in residuals.items()
@@ -112,7 +113,7 @@ def test_a_run_goes_on_from_the_result_of_another() -> None:
 
 
 def test_small_frozen_factors_survive_half_precision_on_the_wire() -> None:
-    seen: list[str] = []
+    seen = []
     strategy = FedAvgRivalLoRA(
         CONFIG,
         RivalOptions("mean", schedule="alternate"),
@@ -120,13 +121,14 @@ def test_small_frozen_factors_survive_half_precision_on_the_wire() -> None:
         **EVERY,
     )
     start = {n: 1e-6 * t if "_B" in n else t for n, t in floats(adapter(9)).items()}
-    grid = FakeGrid({100 + i: of_the_schedule(i, seen) for i in range(2)})
+    grid = grid_of(of_the_schedule(i, seen) for i in range(2))
     result = strategy.start(grid, ArrayRecord(start), 3)
     assert set(result.train_metrics_clientapp) == {1, 2, 3}
 
 
 def test_a_round_is_the_average_of_the_replies() -> None:
-    options, start = RivalOptions("rotate"), floats(adapter(9))
+    options = RivalOptions("rotate")
+    start = floats(adapter(9))
     found = started(
         FedAvgRivalLoRA(CONFIG, options, **EVERY)
     ).arrays.to_torch_state_dict()
@@ -156,9 +158,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Any) -> None:
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(
-        FedrotError, match=r"changes the base weights, for which FedAdam has no step"
-    ):
+    with pytest.raises(FedrotError, match=r"FedAdam"):
         RivalAdam(CONFIG, RivalOptions("mean", residual="fold"))
     with pytest.raises(FedrotError, match=r"options is 'exact'; pass fedrot\.lora"):
         FedAvgRivalLoRA(CONFIG, "exact")  # type: ignore[arg-type]
@@ -169,10 +169,8 @@ def test_what_does_not_go_together_is_refused() -> None:
     strategy = FedAvgRivalLoRA(
         CONFIG, RivalOptions("mean", schedule="freeze-a"), **EVERY
     )
-    grid = FakeGrid({100 + i: client(i) for i in range(3)})
-    with pytest.raises(
-        FedrotError, match="is 0 at the start, as PEFT draws adapters of embeddings"
-    ):
+    grid = grid_of(map(client, range(3)))
+    with pytest.raises(FedrotError, match="embeddings"):
         strategy.start(grid, ArrayRecord(table), 1)
 
 

@@ -34,7 +34,8 @@ def _near(name: str, seed: int) -> State:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_hard_limit_finds_the_permutation(name: str) -> None:
-    anchor, symmetry = state_of(name), symmetry_for(name)
+    anchor = state_of(name)
+    symmetry = symmetry_for(name)
     update = _near(name, 1)
     moved = fedrot.random_equivalent(update, symmetry, seed=3, parts=("heads", "ffn"))
     back = OptimalTransport(symmetry, 0.0, anchor=anchor).transported(moved)
@@ -59,7 +60,8 @@ def _oracle(name: str, anchor: State, update: State, regularisation: float) -> S
             )
             return torch.cat(parts, 1).numpy()
 
-        ours, theirs = units(anchor), units(update)
+        ours = units(anchor)
+        theirs = units(update)
         cost = ((ours[:, None] - theirs[None]) ** 2).sum(-1)
         kernel = np.exp(-cost / cost.max() / regularisation)
         columns = np.ones(NEURONS)
@@ -76,7 +78,8 @@ def _oracle(name: str, anchor: State, update: State, regularisation: float) -> S
 @pytest.mark.parametrize("regularisation", [0.3, 1.0])
 def test_soft_plans_are_those_of_sinkhorn(regularisation: float) -> None:
     name = "bert-classifier"
-    anchor, update = state_of(name), state_of(name, 1)
+    anchor = state_of(name)
+    update = state_of(name, 1)
     expected = _oracle(name, anchor, update, regularisation)
     symmetry = symmetry_for(name)
     found = OptimalTransport(symmetry, regularisation, ("ffn",), anchor).transported(
@@ -89,13 +92,15 @@ def test_soft_plans_are_those_of_sinkhorn(regularisation: float) -> None:
 
 def test_the_first_update_is_the_anchor_and_the_result_their_mean() -> None:
     name = "bert-classifier"
-    symmetry, updates = symmetry_for(name), [_near(name, seed) for seed in (1, 2, 3)]
+    symmetry = symmetry_for(name)
+    updates = [_near(name, seed) for seed in (1, 2, 3)]
     kept = [{k: v.clone() for k, v in update.items()} for update in updates]
     moved = [updates[0]] + [
         fedrot.random_equivalent(u, symmetry, seed=i, parts=("heads", "ffn"))
         for i, u in enumerate(updates[1:])
     ]
-    fused, mean = OptimalTransport(symmetry, 0.0), Mean()
+    fused = OptimalTransport(symmetry, 0.0)
+    mean = Mean()
     for update, scrambled, weight in zip(updates, moved, (1.0, 2.0, 3.0), strict=True):
         fused.add(scrambled, weight)
         mean.add(update, weight)

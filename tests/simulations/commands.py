@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from typer.testing import CliRunner
 
@@ -12,7 +11,7 @@ from fedrot.simulations.cli.app import app
 from fedrot.simulations.run_folder import read_run
 
 #: Settings of a run of seconds.
-SMALL: dict[str, Any] = {
+SMALL = {
     "train_limit": 128,
     "test_limit": 60,
     "layers": 1,

@@ -17,11 +17,11 @@ from fedrot.aggregation import aggregations
 from fedrot.errors import FedrotError
 from fedrot.simulations.experiment import (
     MOST_SEEDS,
-    TASKS,
     Experiment,
     read_experiments,
 )
 from fedrot.simulations.strategy import NAMED, Strategy
+from fedrot.simulations.tasks.registry import TASKS
 from fedrot.strategies import FedRot
 
 LORA = {"r": 8, "target_modules": ["query"]}
@@ -39,7 +39,7 @@ def names(experiment: Experiment) -> list[str]:
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_has_an_experiment_of_its_own(task: str) -> None:
     traits = TASKS[task]
-    experiment = of(task=task, data=traits.data or "conll")
+    experiment = of(task=task, data=traits.usual_data or "conll")
     assert experiment.architecture == traits.architectures[0]
     assert experiment.name.endswith("" if task == "classification" else task)
     assert ("fit_head" in names(experiment)) == traits.classifies
@@ -157,7 +157,7 @@ def test_trainings_are_shared_where_nothing_that_decides_them_differs() -> None:
     assert all(one.training != first.training for one in others)
 
 
-TABLE: dict[str, Any] = {"name": "mine"}
+TABLE = {"name": "mine"}
 
 
 @pytest.mark.parametrize(

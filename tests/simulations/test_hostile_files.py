@@ -24,12 +24,14 @@ def safetensors(header: object, data: bytes = b"", length: int | None = None) ->
 
 
 #: A parser that recurses ends the process at so many brackets.
-DEEP, MILLION = "[" * 300_000, 10**6
+DEEP = "[" * 300_000
+MILLION = 10**6
 HALF = json.dumps({"metadata": {}, "weight_map": {"classifier.bias": "\ud800.bin"}})
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
-INDEX, PARTS = f"{WEIGHTS}.index.json", "pytorch_model.bin.index.json"
+INDEX = f"{WEIGHTS}.index.json"
+PARTS = "pytorch_model.bin.index.json"
 #: A file, its content and what is said.
-FILES: list[tuple[str, str | bytes, str]] = [
+FILES = [
     ("a.toml", b"\xff\xfe", "is no TOML"),
     ("a.toml", f"a = {DEEP}", "is no TOML"),
     *(
@@ -57,14 +59,15 @@ FILES: list[tuple[str, str | bytes, str]] = [
 
 @pytest.mark.parametrize(("name", "content", "said"), FILES, ids=range(len(FILES)))
 def test_a_file_is_refused(name: str, content: Any, said: str, tmp_path: Path) -> None:
-    file, out = tmp_path / "b" / name, tmp_path / "out"
+    file = tmp_path / "b" / name
+    out = tmp_path / "out"
     a, b = (
         saved(fresh_model("bert-classifier").float(), tmp_path / name) for name in "ab"
     )
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     if name in (INDEX, PARTS):
         (b / WEIGHTS).unlink()
-    lines: list[tuple[object, ...]] = [("merge", a, b, "--out", out), ("check", b)]
+    lines = [("merge", a, b, "--out", out), ("check", b)]
     if name[0] == "a":
         lines = [
             (

@@ -19,16 +19,11 @@ from safetensors.torch import load_file, save_file
 from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors
 from fedrot.simulations import models
-from fedrot.simulations.data.encode import bundled_tokenizer
-from fedrot.simulations.experiment import TASKS
-from fedrot.simulations.models import (
-    build_model,
-    loading,
-    pad_id_of,
-    settings_of,
-    source_of,
-)
+from fedrot.simulations.data.tokenizers import bundled_tokenizer
+from fedrot.simulations.models import build_model, settings_of
+from fedrot.simulations.pretrained import loading, pad_id_of, source_of
 from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.registry import TASKS
 from fedrot.simulations.tasks.training import check_model, task_of
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from tests.simulations.tasks.cases import (
@@ -42,7 +37,7 @@ from tests.simulations.tasks.cases import (
 
 TOKENS = bundled_tokenizer().get_vocab_size()
 #: What a small model has beside common sizes, by architecture.
-EXPECTED: dict[str, dict[str, Any]] = {
+EXPECTED = {
     "bert": dict.fromkeys(
         ("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.25
     ),
@@ -51,7 +46,9 @@ EXPECTED: dict[str, dict[str, Any]] = {
     ),
     "gpt2": {
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.25),
-        **{"tie_word_embeddings": False, "bos_token_id": 2, "eos_token_id": 3},
+        "tie_word_embeddings": False,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
     },
     "llama": {
         "intermediate_size": 128,
@@ -120,7 +117,7 @@ LLAMA = transformers.LlamaConfig(**SIZES, num_key_value_heads=1)
 BERT = transformers.BertConfig(**SIZES)
 LORA = {"lora": {"r": [2, 3], "target_modules": "all-linear", "lora_alpha": 6}}
 #: Configuration, class, case and changes of models that are saved in 16 bits.
-SAVED: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
+SAVED = {
     "bert": (BERT, "AutoModel", "bert", {}),
     "bert, adapter": (BERT, "AutoModel", "bert", LORA),
     "bert of masks": (BERT, "AutoModelForMaskedLM", "mlm bert", {}),
@@ -302,10 +299,8 @@ def test_a_packaged_model_is_the_folder_in_its_package(
     files = {file.name for file in Path(source_of("minilm")).iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
     assert source_of("google/bert") == "google/bert"
-    monkeypatch.setitem(models.PACKAGED, "minilm", ("no_such_package", ""))
-    with pytest.raises(
-        FedrotError, match="Model 'minilm' needs fedrot's extra 'minilm'"
-    ):
+    monkeypatch.setitem(pretrained.PACKAGED, "minilm", ("no_such_package", ""))
+    with pytest.raises(FedrotError, match="extra 'minilm'"):
         source_of("minilm")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "minilm").mkdir()

@@ -16,8 +16,9 @@ from torch.nn import functional
 
 import fedrot
 from fedrot.errors import FedrotError
-from fedrot.simulations.models import build_model, model_config, source_of
+from fedrot.simulations.models import build_model, model_config
 from fedrot.simulations.pooled_classifier import PooledForSequenceClassification
+from fedrot.simulations.pretrained import source_of
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, check_model, task_of
 from fedrot.task_head.fit import fitted_task_head, with_task_head
@@ -26,13 +27,14 @@ from fedrot.task_head.sums import collect_classes
 from tests.simulations.tasks.cases import SIZES, experiment_of, parts, save
 
 #: Encoders by ``model_type``.
-ENCODERS: dict[str, Any] = {
+ENCODERS = {
     "bert": transformers.BertConfig(**SIZES),
     "roberta": transformers.RobertaConfig(**SIZES),
     "albert": transformers.AlbertConfig(**SIZES, embedding_size=16),
     "llama": transformers.LlamaConfig(**SIZES),
 }
-MEAN, CLS = {"pooling_mode_mean_tokens": True}, {"pooling_mode_cls_token": True}
+MEAN = {"pooling_mode_mean_tokens": True}
+CLS = {"pooling_mode_cls_token": True}
 TRANSFORMER = ("sentence_transformers.models.Transformer", "")
 POOLING = ("sentence_transformers.models.Pooling", "1_Pooling")
 NORMALIZE = ("sentence_transformers.models.Normalize", "2_Normalize")
@@ -66,7 +68,7 @@ def built(task: Task, seed: int = 0) -> Any:
 
 def features_of(model: Any, batch: Any) -> torch.Tensor:
     """Return what the classifier reads."""
-    read: list[torch.Tensor] = []
+    read = []
     handle = model.classifier.register_forward_pre_hook(
         lambda _, given: read.append(given[0])
     )
@@ -83,7 +85,8 @@ def test_a_pooled_model_has_the_symmetry_of_its_family(
     goes into it.
     """
     task = task_with(pooled(tmp_path, config=ENCODERS[kind], dtype=torch.bfloat16))
-    model, config = built(task), model_config(task.experiment, task.data)
+    model = built(task)
+    config = model_config(task.experiment, task.data)
     state = model.state_dict()
     assert {own.dtype for own in model.parameters()} == {torch.float32}
     assert type(model) is PooledForSequenceClassification
@@ -141,7 +144,8 @@ def test_features_are_sentence_transformers_own(version: str, tmp_path: Path) ->
 )
 def test_the_pooling_is_that_of_the_folder(pooling: Any, tmp_path: Path) -> None:
     task = task_with(pooled(tmp_path, pooling))
-    model, batch = built(task), task.test.batch(np.arange(9))
+    model = built(task)
+    batch = task.test.batch(np.arange(9))
     tokens = (
         transformers.AutoModel.from_pretrained(tmp_path)
         .eval()(**batch)
@@ -179,7 +183,7 @@ T5 = transformers.T5Config(
     vocab_size=6000, d_model=32, num_layers=1, num_heads=2, d_ff=64, d_kv=16
 )
 #: Pooling, options of ``pooled``, and a part of the error.
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+REFUSED = {
     "max": ({"pooling_mode_max_tokens": True}, {}, "pooling pooling_mode_max_tokens;"),
     "max, version 6": ({"pooling_mode": "max"}, {}, "pooling max;"),
     "both, version 6": ({"pooling_mode": ["cls", "max"]}, {}, "pooling cls and max;"),

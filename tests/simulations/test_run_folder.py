@@ -232,7 +232,8 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
 
 
 def test_a_link_out_of_a_folder_is_refused(tmp_path: Path) -> None:
-    inside, outside = tmp_path / "in", tmp_path / "out"
+    inside = tmp_path / "in"
+    outside = tmp_path / "out"
     outside.mkdir()
     with only_writer(inside / "deep"):
         pass

@@ -110,7 +110,8 @@ def files(folder: Path) -> dict[str, int]:
 
 def complete(folder: Path, whole: Path) -> None:
     """A folder has the rows of the whole run, and nothing of running jobs."""
-    found, expected = read_run(folder), read_run(whole)
+    found = read_run(folder)
+    expected = read_run(whole)
     assert (found.missing, found.alignment) == ([], expected.alignment)
     assert rows_of(folder) == rows_of(whole)
     names = {path.name for path in folder.iterdir()} - {"printed.txt"}
@@ -119,7 +120,8 @@ def complete(folder: Path, whole: Path) -> None:
 
 
 def test_a_run_says_what_it_does_and_keeps_all_of_it(whole: Path) -> None:
-    printed, kept = (whole / "printed.txt").read_text(), read_run(whole)
+    printed = (whole / "printed.txt").read_text()
+    kept = read_run(whole)
     complete(whole, whole)
     assert len(files(whole)) == CELLS
     order = [(row["experiment"], row["seed"], row["strategy"]) for row in kept.rows]
@@ -252,7 +254,8 @@ def shown_run(
     folder: Path, experiment: Experiment, **console: Any
 ) -> tuple[runs._Run, io.StringIO]:
     """Return a run that nobody has begun, and what it will print."""
-    shown, listed = io.StringIO(), costs(experiment)
+    shown = io.StringIO()
+    listed = costs(experiment)
     held = RunFolder(folder, {experiment.name: checked(experiment).described}, "test")
     return runs._Run(held, *listed, Console(file=shown, width=200, **console)), shown
 
@@ -266,7 +269,7 @@ def costs(*experiments: Experiment) -> tuple[list[Cell], dict[str, float]]:
 def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[list[str]] = []
+    tried = []
     run, shown = shown_run(tmp_path, of(strategies="fedavg,aligned,head_only"))
 
     def dying(
@@ -342,7 +345,7 @@ def test_progress_is_told_inside_a_part(
     experiment = of(strategies="fedavg", rounds=2)
     (cell,), found = costs(experiment)
     (cost,) = found.values()
-    heard: list[Any] = []
+    heard = []
     runs.run_job([cell], [cost], tmp_path, heard.append)
     assert training.ON_ROWS == []
     done = [said.done for said in heard if isinstance(said, runs.CellProgress)]
@@ -371,19 +374,18 @@ def test_without_a_terminal_a_line_breaks_a_silence(
 
 def test_costs_are_of_trainings_that_are_not_shared() -> None:
     """By hand, in rows of training: 450 of 500 are trained on, and 20 are for tests."""
-    tables: list[dict[str, Any]] = [
-        {"name": "slow", "alignment": False, "learning_rate": 1e-4}
-    ]
+    tables = [{"name": "slow", "alignment": False, "learning_rate": 1e-4}]
     tables += [{"name": "half", "alignment": False, "fraction_train": 0.5}]
     names = ["fedavg", "fedavg_head", "aligned", "head_only", "fit_head"]
-    more: dict[str, Any] = {
+    more = {
         "rounds": 2,
         "holdout": 0.1,
         "first_epochs": 3,
         "local_epochs": 2,
     }
     cells, found = costs(of(strategies=[*names, *tables], train_limit=500, **more))
-    rows, e = 500, training.EVALUATED
+    rows = 500
+    e = training.EVALUATED
     passed = {
         "fedavg": 3 * 20,
         "fedavg_head": 3 * 20 + rows,
@@ -407,7 +409,8 @@ def test_costs_are_of_trainings_that_are_not_shared() -> None:
 def test_a_row_is_timed_in_the_second_step_and_memory_is_that_of_all_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ticks, experiment = iter([0.0, 10.0, 13.0]), of()
+    ticks = iter([0.0, 10.0, 13.0])
+    experiment = of()
     monkeypatch.setattr(checks, "process_time", lambda: next(ticks))
     found = checked(experiment)
     model = build_model(experiment, task_of(experiment.to_json()).data, 0)
@@ -421,10 +424,8 @@ def test_a_row_is_timed_in_the_second_step_and_memory_is_that_of_all_models(
 
 def test_an_estimate_counts_jobs_and_places() -> None:
     cells = cells_of([of(strategies="fedavg,aligned", seeds=3)])
-    costs, known = (
-        {cell.name: 100.0 for cell in cells},
-        Checked({}, [], 0, 0.5, 3 * 10**9),
-    )
+    costs = {cell.name: 100.0 for cell in cells}
+    known = Checked({}, [], 0, 0.5, 3 * 10**9)
     for machine, said in (
         (Machine(1), "5 min in 1 process with"),
         (Machine(2), "3 min in 2 processes with"),  # of three jobs, two turns
@@ -434,7 +435,12 @@ def test_an_estimate_counts_jobs_and_places() -> None:
         assert f"This takes about {said}" in found
         assert 3 < float(found.split("with ")[1].split(" GB")[0]) < 20
     assert [in_words(seconds) for seconds in (0.2, 50, 89, 170, 5369, 6000)] == [
-        *("1 s", "50 s", "89 s", "3 min", "89 min", "1 h 40 min")
+        "1 s",
+        "50 s",
+        "89 s",
+        "3 min",
+        "89 min",
+        "1 h 40 min",
     ]
 
 
@@ -442,7 +448,8 @@ def test_what_is_known_and_said_of_the_data() -> None:
     experiment = of(
         partition="pathological:2", seeds="3,7", strategies="fedavg,aligned"
     )
-    task, found = task_of(experiment.to_json()), checked(experiment)
+    task = task_of(experiment.to_json())
+    found = checked(experiment)
     assert found.described["label_names"] == list(task.data.label_names)
     for seed in (3, 7):
         labels = [task.data.train.labels[rows] for rows in task.clients(seed)]
@@ -455,7 +462,8 @@ def test_what_is_known_and_said_of_the_data() -> None:
         np.bincount(split.labels, minlength=7)
         for split in (task.data.train, task.data.test)
     )
-    largest, said = int(train.argmax()), " ".join(found.sentences)
+    largest = int(train.argmax())
+    said = " ".join(found.sentences)
     share = test[largest] / test.sum()
     assert (
         f"always answers '{task.data.label_names[largest]}' would have accuracy "
@@ -465,7 +473,7 @@ def test_what_is_known_and_said_of_the_data() -> None:
     assert f"2 clients have {min(sizes)} to {max(sizes)} rows each (seed 3)" in said
     assert f"leaves out {60 - sum(sizes)} of 60 rows (seed 3)." in said
     # Few rows to choose by are said, too.
-    chosen: dict[str, Any] = {"holdout": 0.5, "strategies": "fedavg,fit_head,guarded"}
+    chosen = {"holdout": 0.5, "strategies": "fedavg,fit_head,guarded"}
     few = "Clients hold out 40 rows in all (seed 0), by which fit_head, guarded choose"
     said = " ".join(checked(of(train_limit=80, **chosen)).sentences)
     assert (few in said, "leaves out" in said, "have 40 rows each" in said) == (
@@ -536,16 +544,15 @@ def test_only_runs_that_move_weights_need_a_supported_family(
         checked(Experiment.from_flat({**fields, **moving}))
 
 
-MODEL: dict[str, Any] = {
-    **{
-        "train_limit": 48,
-        "test_limit": 16,
-        "max_length": 16,
-        "clients": 2,
-        "rounds": 2,
-        "seeds": 1,
-    },
-    **{"lr": 0.01, "holdout": 0.2},
+MODEL = {
+    "train_limit": 48,
+    "test_limit": 16,
+    "max_length": 16,
+    "clients": 2,
+    "rounds": 2,
+    "seeds": 1,
+    "lr": 0.01,
+    "holdout": 0.2,
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from fedrot.strategies.wire.arrays import STATISTICS
 from tests.models import VOCABULARY, State, near
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import SYMMETRY, build, state
-from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
+from tests.strategies.fakes import broadcast, reply, tensors_of
 
 Statistics = Mapping[str, Mapping[str, Tensor]]
 QUERY = "bert.encoder.layer.0.attention.self.query.weight"
@@ -102,14 +102,6 @@ def scrambled(
     return found
 
 
-def ask(
-    strategy: FedAvg, base: State, clients: int, server_round: int = 1
-) -> list[Message]:
-    grid = FakeGrid({100 + i: failure for i in range(clients)})
-    arrays = ArrayRecord(dict(base))
-    return list(strategy.configure_train(server_round, arrays, ConfigRecord(), grid))
-
-
 def answer(
     to: Message,
     client: Client,
@@ -123,19 +115,27 @@ def answer(
     return message
 
 
-def play(
+def finished(
     strategy: FedAvg,
     clients: Sequence[Client],
     server_round: int = 1,
     base: State | None = None,
     dtype: torch.dtype = torch.float32,
-) -> tuple[ArrayRecord, MetricRecord]:
-    messages = ask(strategy, base or state(), len(clients), server_round)
+    **metrics: Any,
+) -> Any:
+    """Play a round that may have no model; each metric is one number for each
+    client.
+    """
+    asked = broadcast(strategy, base or state(), len(clients), server_round)
     replies = [
-        answer(m, c, i, dtype)
-        for i, (m, c) in enumerate(zip(messages, clients, strict=True))
+        answer(message, client, i, dtype, **{n: of[i] for n, of in metrics.items()})
+        for i, (message, client) in enumerate(zip(asked, clients, strict=True))
     ]
-    arrays, metrics = strategy.aggregate_train(server_round, replies)
+    return strategy.aggregate_train(server_round, replies)
+
+
+def play(*given: Any, **settings: Any) -> tuple[ArrayRecord, MetricRecord]:
+    arrays, metrics = finished(*given, **settings)
     assert arrays is not None
     return arrays, metrics or MetricRecord()
 
@@ -143,8 +143,7 @@ def play(
 def merged(aggregator: Any, clients: Iterable[Client]) -> State:
     for client in clients:
         aggregator.add(client.update, client.weight, client.statistics)
-    result: State = aggregator.result()
-    return result
+    return aggregator.result()
 
 
 def mean(clients: Iterable[Client]) -> State:

@@ -16,8 +16,7 @@ WHOLE = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
 
 
 def build() -> nn.Module:
-    model: nn.Module = CASES[NAME].build("eager")
-    return model
+    return CASES[NAME].build("eager")
 
 
 def state(seed: int = 0) -> State:

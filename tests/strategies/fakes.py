@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -87,45 +88,62 @@ def in_front_of(strategy: type) -> Any:
 
 def broadcast(
     strategy: FedAvg,
-    tensors: dict[str, Tensor],
-    clients: int | Mapping[int, Client] = 3,
+    tensors: Mapping[str, Tensor],
+    nodes: int | Iterable[Client] | FakeGrid = 3,
+    server_round: int = 1,
 ) -> list[Message]:
-    """Let a strategy send a model to that many clients (or to these, by node); return
-    its messages.
+    """Let a strategy send a model to that many clients, or to these; return its
+    messages in the order of their nodes.
     """
-    given = (
-        {100 + i: failure for i in range(clients)}
-        if isinstance(clients, int)
-        else clients
-    )
-    return list(
-        strategy.configure_train(
-            1, ArrayRecord(tensors), ConfigRecord(), FakeGrid(dict(given))
-        )
-    )
+    if isinstance(nodes, int):
+        nodes = [failure] * nodes
+    grid = nodes if isinstance(nodes, FakeGrid) else grid_of(nodes)
+    arrays = ArrayRecord(dict(tensors))
+    sent = strategy.configure_train(server_round, arrays, ConfigRecord(), grid)
+    return sorted(sent, key=lambda message: message.metadata.dst_node_id)
+
+
+def replies(
+    asked: Iterable[Message],
+    sent: Sequence[State],
+    weights: Iterable[Any] = (),
+    **metrics: Any,
+) -> list[Message]:
+    """Return the replies of clients 0, 1, ..., which send these updates."""
+    weighted = zip(asked, sent, [*weights] or count(10), strict=False)
+    return [
+        reply(message, update, weight, i, **metrics)
+        for i, (message, update, weight) in enumerate(weighted)
+    ]
 
 
 def aggregated(
     strategy: FedAvg,
     base: State,
-    sent: list[State],
+    sent: Sequence[State],
     weights: Iterable[Any] = (),
+    nodes: Iterable[Client] | FakeGrid = (),
     **metrics: Any,
 ) -> tuple[ArrayRecord, dict[str, Any]]:
-    """Return the model and the metrics of a round whose clients, 0, 1, ..., send these
-    updates.
+    """Return the model and the metrics of a round whose clients send these updates.
+
+    The nodes answer whatever they are asked before.
     """
-    given = [*weights] or [10] * len(sent)
-    asked = enumerate(
-        zip(broadcast(strategy, base, len(sent)), sent, given, strict=True)
-    )
-    replies = [
-        reply(message, update, weight, i, **metrics)
-        for i, (message, update, weight) in asked
-    ]
-    arrays, found = strategy.aggregate_train(1, replies)
+    asked = broadcast(strategy, base, nodes or len(sent))
+    answers = replies(asked, sent, weights, **metrics)
+    arrays, figures = strategy.aggregate_train(1, answers)
     assert arrays is not None
-    return arrays, dict(found or {})
+    return arrays, dict(figures or {})
+
+
+def model_in(message: Message) -> State:
+    """Return the model that a message brings."""
+    return tensors_of(message.content.array_records["arrays"])
+
+
+def round_of(message: Message) -> Any:
+    """Return the number of the round that a message says."""
+    return message.content["config"]["server-round"]
 
 
 def arrays_of(record: ArrayRecord | None) -> dict[str, np.ndarray]:
@@ -142,34 +160,7 @@ def tensors_of(record: ArrayRecord | None) -> dict[str, Tensor]:
 
 
 def largest_difference(a: ArrayRecord | None, b: ArrayRecord | None) -> float:
-    left, right = arrays_of(a), arrays_of(b)
+    left = arrays_of(a)
+    right = arrays_of(b)
     assert left.keys() == right.keys()
     return max(float(np.abs(left[name] - right[name]).max()) for name in left)
-
-
-def play(
-    strategy: FedAvg,
-    base: State,
-    sent: list[State],
-    nodes: list[Client] | FakeGrid,
-) -> tuple[ArrayRecord, MetricRecord]:
-    """Play one round whose clients answer the requests for matching as they are
-    given.
-    """
-    grid = (
-        nodes
-        if isinstance(nodes, FakeGrid)
-        else FakeGrid(dict(enumerate(nodes, start=100)))
-    )
-    messages = list(
-        strategy.configure_train(1, ArrayRecord(base), ConfigRecord(), grid)
-    )
-    messages.sort(key=lambda m: m.metadata.dst_node_id)
-    replies = [
-        reply(m, u, 10 + i, i)
-        for i, (m, u) in enumerate(zip(messages, sent, strict=True))
-    ]
-    arrays, metrics = strategy.aggregate_train(1, replies)
-    assert arrays is not None
-    assert metrics is not None
-    return arrays, metrics

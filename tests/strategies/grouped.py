@@ -6,7 +6,7 @@ from typing import Any
 
 from fedrot.strategies import Checkpointing, OtherBasis, Reporting, Server
 
-_GROUPS: dict[str, tuple[Any, dict[str, str]]] = {
+_GROUPS = {
     "other_basis": (
         OtherBasis,
         {"model": "model", "other_basis": "options", "at_clients": "at_clients"},
@@ -24,7 +24,7 @@ def grouped(**flat: Any) -> dict[str, Any]:
     """Return keyword arguments of ``FedRot``; those that belong to no group stay as
     they are.
     """
-    found: dict[str, Any] = {}
+    found = {}
     for group, (kind, names) in _GROUPS.items():
         own = {names[name]: flat.pop(name) for name in names if name in flat}
         if own:

@@ -60,7 +60,7 @@ def gaussian(value: float) -> Callable[[Tensor], Tensor]:
 
 #: Finite updates that a server in float32 can hold, and that no alignment can be
 #: computed from.
-KINDS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+KINDS = {
     "0": (constant(0.0), ""),
     "times 1e-40": (times(1e-40), ""),
     "constant 1e-42": (constant(1e-42), ""),
@@ -99,7 +99,7 @@ def _parts(parts: Iterable[str], **options: Any) -> dict[str, Any]:
 
 OTHER = OtherBasis(build)
 
-_CLIPPED: dict[str, Any] = {
+_CLIPPED = {
     "noise_multiplier": 0.0,
     "num_sampled_clients": 4,
     "alignment": fedrot.AlignmentOptions(anchor="global"),
@@ -107,7 +107,7 @@ _CLIPPED: dict[str, Any] = {
 
 #: Ways to align and average, by name. With other bases, activations are computed from
 #: the updates.
-SETUPS: dict[str, Callable[[], Any]] = {
+SETUPS = {
     **{
         anchor: lambda anchor=anchor: FedRot(
             CONFIG, alignment=fedrot.AlignmentOptions(anchor=anchor)

@@ -14,7 +14,6 @@ from flwr.app import (
     ArrayRecord,
     ConfigRecord,
     Message,
-    MessageType,
     MetricRecord,
     RecordDict,
 )
@@ -25,10 +24,12 @@ Template = Callable[[Any], Any]
 
 
 def megabytes(messages: Iterable[Message]) -> float:
-    records = [
-        r for m in messages if m.has_content() for r in m.content.array_records.values()
-    ]
-    return sum(record.count_bytes() for record in records) / 1024**2
+    total = 0
+    for message in messages:
+        if message.has_content():
+            records = message.content.array_records.values()
+            total += sum(record.count_bytes() for record in records)
+    return total / 1024**2
 
 
 def decaying(base: Any) -> Any:
@@ -37,7 +38,7 @@ def decaying(base: Any) -> Any:
     """
 
     class CustomFedAdagrad(base):
-        seen: Any = ()
+        seen = ()
 
         def configure_train(
             self,
@@ -128,7 +129,7 @@ def own_start(base: Any) -> Any:
     """
 
     class KeepsTheBest(base):
-        seen: Any = ()
+        seen = ()
 
         def start(
             self,
@@ -142,15 +143,11 @@ def own_start(base: Any) -> Any:
             | None = None,
         ) -> Result:
             self.summary()
-            result, arrays, configs = (
-                Result(),
-                initial_arrays,
-                (train_config, evaluate_config),
-            )
-            train, evaluate = (
-                ConfigRecord() if config is None else config for config in configs
-            )
-            best: list[tuple[float, int]] = []
+            result = Result()
+            arrays = initial_arrays
+            train = train_config or ConfigRecord()
+            evaluate = evaluate_config or ConfigRecord()
+            best = []
             for number in range(1, num_rounds + 1):
                 messages = self.configure_train(number, arrays, train, grid)
                 replies = grid.send_and_receive(messages=messages, timeout=timeout)
@@ -161,10 +158,10 @@ def own_start(base: Any) -> Any:
                     result.train_metrics_clientapp[number] = metrics
                 messages = self.configure_evaluate(number, arrays, evaluate, grid)
                 replies = grid.send_and_receive(messages=messages, timeout=timeout)
-                found = self.aggregate_evaluate(number, replies)
-                if found is not None:
-                    result.evaluate_metrics_clientapp[number] = found
-                    best.append((float(found["score"]), number))
+                metrics = self.aggregate_evaluate(number, replies)
+                if metrics is not None:
+                    result.evaluate_metrics_clientapp[number] = metrics
+                    best.append((float(metrics["score"]), number))
             self.seen = max(best)
             return result
 
@@ -175,42 +172,30 @@ def own_messages(base: Any) -> Any:
     """A strategy that makes its messages itself."""
 
     class SotaStrategy(base):
-        seen: Any = ()
-
-        def messages(
-            self, kind: str, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-        ) -> Any:
-            content = RecordDict({"arrays": arrays, "config": config})
-            return [
-                Message(content, node, kind) for node in sorted(grid.get_node_ids())
-            ]
+        seen = ()
 
         def configure_train(
             self,
             server_round: int,
-            arrays: ArrayRecord,
-            config: ConfigRecord,
+            arrays: Any,
+            config: Any,
             grid: Grid,
+            kind: str = "train",
         ) -> Iterable[Message]:
             config["server-round"] = server_round
-            return self.messages(MessageType.TRAIN, arrays, config, grid)
+            content = RecordDict({"arrays": arrays, "config": config})
+            nodes = sorted(grid.get_node_ids())
+            return [Message(content, node, kind) for node in nodes]
 
-        def configure_evaluate(
-            self,
-            server_round: int,
-            arrays: ArrayRecord,
-            config: ConfigRecord,
-            grid: Grid,
-        ) -> Iterable[Message]:
-            config["server-round"] = server_round
-            return self.messages(MessageType.EVALUATE, arrays, config, grid)
+        def configure_evaluate(self, *given: Any) -> Iterable[Message]:
+            return self.configure_train(*given, kind="evaluate")
 
     return SotaStrategy
 
 
 #: By name; the tutorials and "Configure clients" share two, the FlowerTune templates
 #: one.
-TEMPLATES: dict[str, Template] = {
+TEMPLATES = {
     "learning rate": decaying,
     "replies": looking,
     "FlowerTune": tracking,

@@ -19,7 +19,8 @@ from tests.strategies.fakes import aggregated, largest_difference
 def test_scrambled_clients_of_every_family_give_the_unscrambled_average(
     place: int, name: str
 ) -> None:
-    base, symmetry = state_of(name), symmetry_for(name)
+    base = state_of(name)
+    symmetry = symmetry_for(name)
     honest = [near(base, 0.02, seed) for seed in range(3)]
     scrambled = [
         fedrot.random_equivalent(u, symmetry, seed) for seed, u in enumerate(honest)

@@ -49,13 +49,15 @@ from tests.strategies.fakes import (
     broadcast,
     grid_of,
     in_front_of,
+    model_in,
     node_of,
     reply,
+    round_of,
     tensors_of,
 )
 
 CONFIG, ROUNDS, CLIENTS = config_of(NAME), 2, 7
-COMMON: dict[str, Any] = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0}
+COMMON = {"fraction_evaluate": 0.0, "min_evaluate_nodes": 0}
 
 #: Clips every client, so that clipping shows.
 CLIP = 0.2
@@ -99,7 +101,7 @@ class Case:
         """
         args, settings = self.arguments()
         chosen = None if self.mods else replace(EAGER, anchor="global")
-        given: dict[str, Any] = {"alignment": chosen, **ours}
+        given = {"alignment": chosen, **ours}
         return in_front_of(self.strategy)(CONFIG, *args, **settings, **given)
 
 
@@ -147,8 +149,8 @@ def client(index: int, scramble: bool, mods: tuple[Any, ...]) -> Client:
     """
 
     def train(message: Message, context: Context) -> Message:
-        received = tensors_of(message.content.array_records["arrays"])
-        number: Any = message.content.config_records["config"]["server-round"]
+        received = model_in(message)
+        number = round_of(message)
         weights = {
             name: tensor for name, tensor in received.items() if name not in INTEGERS
         }
@@ -235,7 +237,7 @@ def idle(index: int, other: bool) -> Client:
     """
 
     def answer(message: Message) -> Message:
-        received = tensors_of(message.content.array_records["arrays"])
+        received = model_in(message)
         move = (
             permuted if other else partial(fedrot.random_equivalent, symmetry=SYMMETRY)
         )
@@ -271,7 +273,7 @@ def test_clients_that_learned_nothing_change_no_function(
     coordinates.
     """
     grid = grid_of(idle(i, other=i < (others or 0)) for i in range(CLIENTS))
-    ours: dict[str, Any] = {"alignment": CANONICAL}
+    ours = {"alignment": CANONICAL}
     if others:
         ours = {
             "alignment": fedrot.AlignmentOptions(),
@@ -295,7 +297,7 @@ def test_the_clipping_norm_adapts_to_aligned_updates(name: str) -> None:
     mods = (*case.mods, align_mod(CONFIG, EAGER)) if case.mods else ()
     norms = []
     for scramble in (False, True):
-        strategy: Any = case.aligned()
+        strategy = case.aligned()
         run(strategy, scramble, mods)
         norms.append(strategy.clipping_norm)
     assert norms[0] == norms[1] != CLIP
@@ -305,7 +307,7 @@ def test_the_clipping_norm_adapts_to_aligned_updates(name: str) -> None:
 
 
 def test_a_norm_bit_is_0_or_1() -> None:
-    wrapper: Any = in_front_of(DifferentialPrivacyClientSideAdaptiveClipping)
+    wrapper = in_front_of(DifferentialPrivacyClientSideAdaptiveClipping)
     strategy = wrapper(
         None, FedAvg(), 1.0, 3, clipped_count_stddev=10.0, alignment=None
     )
@@ -341,7 +343,7 @@ def with_metrics(change: Callable[[MetricRecord, int], object]) -> Any:
     """Return a mod that changes the metrics of a reply, given its node."""
 
     def mod(message: Message, context: Context, call_next: Any) -> Message:
-        answer: Message = call_next(message, context)
+        answer = call_next(message, context)
         change(answer.content.metric_records["metrics"], message.metadata.dst_node_id)
         return answer
 
@@ -349,7 +351,8 @@ def with_metrics(change: Callable[[MetricRecord, int], object]) -> Any:
 
 
 def test_an_accountant_is_served_with_alignment_in_front() -> None:
-    equal, results = with_metrics(lambda m, _: m.update({"num-examples": 1})), []
+    equal = with_metrics(lambda m, _: m.update({"num-examples": 1}))
+    results = []
     for scramble in (False, True):
         ledger = Ledger()
         given = {**FIXED, "noise_multiplier": 0.01, "accountant": ledger}
@@ -383,7 +386,7 @@ def test_one_client_moves_the_sum_by_no_more_than_it_may() -> None:
 #: One client would move the others' updates, so that clipping its own bounds nothing:
 #: by its part in the anchor, or if it is the heaviest of another basis. Others have
 #: clipped before alignment.
-UNSAFE: list[tuple[str, dict[str, Any], str]] = [
+UNSAFE = [
     *(
         (name, {"alignment": fedrot.AlignmentOptions(anchor=anchor)}, "anchor='global'")
         for name in SERVER_SIDE
@@ -414,7 +417,7 @@ def test_a_privacy_wrapper_is_refused_around_a_strategy_that_aligns_or_fits_a_he
     name: str,
 ) -> None:
     """Before anybody trains; around one that moves nothing it is fine."""
-    case: Any = CASES[name]
+    case = CASES[name]
     for settings, word in (
         ({}, r"clips updates before .*class Private\(Aligned, "),
         (

@@ -44,7 +44,7 @@ from fedrot.strategies.resume.run import run
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 from fedrot.strategies.wire.lazy_grid import LazyGrid
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import FakeGrid, failure, in_front_of, reply, tensors_of
+from tests.strategies.fakes import FakeGrid, failure, in_front_of, model_in, reply
 from tests.strategies.test_lora import CONFIG as LORA
 from tests.strategies.test_lora import adapter, floats
 
@@ -64,7 +64,8 @@ def missing(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
     kinds = {parameter.kind for parameter in own.values()}
     if {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD} <= kinds and len(own) <= 3:
         return []  # It passes everything on.
-    found, places = [], [*own]
+    found = []
+    places = [*own]
     for place, (name, parameter) in enumerate(
         inspect.signature(theirs).parameters.items()
     ):
@@ -99,13 +100,13 @@ def public(cls: type) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        *(
-            (FedAvg, FedRot),
-            (FedAvg, FedRotLoRA),
-            (Strategy, Aligned),
-            (Strategy, AlignedLoRA),
-        ),
-        *((Grid, LazyGrid), (Grid, LocalGrid), (Grid, OrderedGrid)),
+        (FedAvg, FedRot),
+        (FedAvg, FedRotLoRA),
+        (Strategy, Aligned),
+        (Strategy, AlignedLoRA),
+        (Grid, LazyGrid),
+        (Grid, LocalGrid),
+        (Grid, OrderedGrid),
     ],
 )
 def test_every_public_method_takes_what_flowers_takes(theirs: type, ours: type) -> None:
@@ -141,7 +142,7 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give an older ``Strategy.start`` what Flower 1.43 has: ``should_stop``, and a
     first result.
     """
-    older: Any = Strategy.start
+    older = Strategy.start
 
     def start(
         self: Strategy,
@@ -182,20 +183,19 @@ def newest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def moved(message: Message) -> Message:
     node = message.metadata.dst_node_id
-    received = tensors_of(message.content.array_records["arrays"])
+    received = model_in(message)
     floating = {
         n: t + 0.01 * node if t.is_floating_point() else t for n, t in received.items()
     }
     return reply(message, floating, 10, node)
 
 
-AlignedAdam, AdamLoRA = (
-    in_front_of(FedAdam),
-    type("AdamLoRA", (AlignedLoRA, FedAdam), {}),
-)
-MOVED, ARRAYS = {1: moved, 2: moved}, ArrayRecord(state())
+AlignedAdam = in_front_of(FedAdam)
+AdamLoRA = type("AdamLoRA", (AlignedLoRA, FedAdam), {})
+MOVED = {1: moved, 2: moved}
+ARRAYS = ArrayRecord(state())
 
-STRATEGIES: dict[str, tuple[Callable[..., Any], ArrayRecord]] = {
+STRATEGIES = {
     "FedRot": (lambda **k: FedRot(SYMMETRY, **k), ARRAYS),
     "not aligned": (lambda **k: FedRot(alignment=None, **k), ARRAYS),
     "FedAdam": (lambda **k: AlignedAdam(SYMMETRY, **k), ARRAYS),
@@ -210,7 +210,7 @@ def test_a_run_ends_when_should_stop_says_so(
     name: str, checkpoints: bool, tmp_path: Path
 ) -> None:
     build, arrays = STRATEGIES[name]
-    asked: list[tuple[int, str]] = []
+    asked = []
 
     def should_stop(number: int, result: Result) -> bool:
         assert sorted(result.train_metrics_clientapp) == [*range(1, number + 1)]
@@ -241,7 +241,7 @@ def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(
     tmp_path: Path,
 ) -> None:
     """With the same random numbers, and the same result so far."""
-    asked: list[tuple[int, float, list[int], str]] = []
+    asked = []
 
     def should_stop(number: int, result: Result) -> bool:
         trained = sorted(result.train_metrics_clientapp)
@@ -253,7 +253,8 @@ def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(
     ) -> list[tuple[int, float, list[int], str]]:
         random.seed(seed)
         asked.clear()
-        strategy, grid = FedAdam(fraction_evaluate=0.0), FakeGrid(MOVED)
+        strategy = FedAdam(fraction_evaluate=0.0)
+        grid = FakeGrid(MOVED)
         start = partial(run, strategy) if given else strategy.start
         start(grid, ArrayRecord([np.ones(3)]), rounds, should_stop=should_stop, **given)
         return asked.copy()
@@ -269,7 +270,8 @@ def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(
 def test_an_older_flower_refuses_should_stop_before_any_client_trains(
     checkpoints: bool, tmp_path: Path
 ) -> None:
-    kept, grid = Checkpointing(tmp_path) if checkpoints else None, FakeGrid(MOVED)
+    kept = Checkpointing(tmp_path) if checkpoints else None
+    grid = FakeGrid(MOVED)
     with pytest.raises(TypeError, match="should_stop"):
         FedRot(SYMMETRY, checkpoints=kept).start(
             grid, ARRAYS, 1, should_stop=lambda n, r: True
@@ -307,7 +309,7 @@ def replies(given: Iterable[tuple[Any, float]]) -> list[Message]:
 
 
 #: Arrays and numbers of examples that clients send.
-SENT: dict[str, list[tuple[list[Any], int]]] = {
+SENT = {
     "two arrays": [
         ([np.full((2, 3), i, np.float32), np.arange(4.0) + i], i) for i in (1, 2, 3, 7)
     ],
@@ -317,7 +319,7 @@ SENT: dict[str, list[tuple[list[Any], int]]] = {
     ],
 }
 #: Strategies of Flower, and their arguments.
-FLOWERS: list[tuple[Any, dict[str, Any]]] = [
+FLOWERS = [
     (FedAvg, {}),
     (FedAvgM, {"server_learning_rate": 0.5, "server_momentum": 0.5}),
     (FedMedian, {}),
@@ -369,7 +371,7 @@ def test_evaluations_are_weighted_whoever_has_asked_for_them() -> None:
         Message(RecordDict({"m": m}), reply_to=a)
         for m, a in zip(metrics, asked, strict=True)
     ]
-    found: Any = FedRot(SYMMETRY).aggregate_evaluate(
+    found = FedRot(SYMMETRY).aggregate_evaluate(
         1, [*given, given[0], failure(asked[0])]
     )
     assert found["score"] == 0.75

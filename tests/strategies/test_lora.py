@@ -28,7 +28,7 @@ from fedrot.strategies.lora import (
     AdapterMean,
     AlignedLoRA,
 )
-from fedrot.strategies.settings import Checkpointing, Reporting, Server
+from fedrot.strategies.settings import Reporting
 from tests.fedrot.lora.test_averaging import (
     MODULES,
     SETTINGS,
@@ -37,10 +37,10 @@ from tests.fedrot.lora.test_averaging import (
     product,
     truncated,
 )
-from tests.strategies.fakes import ArrayRecord, FakeGrid, Message, reply
+from tests.strategies.fakes import ArrayRecord, FakeGrid, Message, grid_of, reply
 
 CONFIG = {"peft_type": "LORA", "lora_alpha": SETTINGS.alpha}
-EVERY: dict[str, Any] = {"fraction_evaluate": 0.0}
+EVERY = {"fraction_evaluate": 0.0}
 EXACT = AdapterOptions("exact")
 METHODS = pytest.mark.parametrize(
     "options", [AdapterOptions("mean"), AdapterOptions("exact", "previous")], ids=str
@@ -63,7 +63,7 @@ def client(index: int) -> Callable[[Message], Message]:
 
 
 def started(strategy: FedAvg, rounds: int = 1) -> Any:
-    grid = FakeGrid({100 + i: client(i) for i in range(3)})
+    grid = grid_of(map(client, range(3)))
     return strategy.start(grid, ArrayRecord(floats(adapter(9))), rounds)
 
 
@@ -102,7 +102,7 @@ def test_a_round_is_the_average_of_the_replies_and_says_its_errors(
 
 
 def test_clients_of_smaller_ranks_cut_what_they_receive() -> None:
-    sent: dict[int, Adapter] = {}
+    sent = {}
 
     def of_rank(rank: int) -> Callable[[Message], Message]:
         def train(message: Message) -> Message:
@@ -130,7 +130,7 @@ def test_clients_of_smaller_ranks_cut_what_they_receive() -> None:
 @pytest.mark.parametrize(
     ("method", "rank", "needed"),
     [
-        ("exact", 5, "has rank 5, .* need an initial adapter of the largest rank"),
+        ("exact", 5, "has rank 5, .*initial adapter"),
         ("mean", 2, r"has rank 2, .* need AdapterOptions\('exact'\)\."),
         (
             "mean",
@@ -162,7 +162,7 @@ def test_an_adapter_of_other_settings_is_dropped_by_name_and_rows_have_the_setti
     """Client 0 says nothing, client 1 the server's settings; client 4 has other
     targets.
     """
-    said: dict[int, Any] = {
+    said = {
         1: {},
         2: {"lora_alpha": 2 * SETTINGS.alpha},
         3: {"use_rslora": True},
@@ -181,7 +181,8 @@ def test_an_adapter_of_other_settings_is_dropped_by_name_and_rows_have_the_setti
         return made
 
     grid = FakeGrid({100 + i: partial(train, i) for i in range(5)})
-    reporting, alpha = Reporting(tmp_path / "rows.jsonl", hashes=True), SETTINGS.alpha
+    reporting = Reporting(tmp_path / "rows.jsonl", hashes=True)
+    alpha = SETTINGS.alpha
     FedRotLoRA(CONFIG, reporting=reporting, **EVERY).start(
         grid, ArrayRecord(floats(adapter(9))), 1
     )
@@ -207,10 +208,8 @@ def test_an_adapter_of_other_settings_is_dropped_by_name_and_rows_have_the_setti
 def test_a_first_model_that_is_no_adapter_is_refused_before_anyone_trains(
     warnings: Callable[[], str],
 ) -> None:
-    grid = FakeGrid({100 + i: client(i) for i in range(3)})
-    with pytest.raises(
-        FedrotError, match="initial_arrays is not a LoRA adapter: There are no factors"
-    ):
+    grid = grid_of(map(client, range(3)))
+    with pytest.raises(FedrotError, match=r"initial_arrays.*no factors"):
         FedRotLoRA(CONFIG).start(
             grid, ArrayRecord({"bert.weight": torch.ones(2, 2)}), 1
         )
@@ -225,26 +224,9 @@ def test_a_first_model_that_is_no_adapter_is_refused_before_anyone_trains(
 
 
 @METHODS
-def test_a_resumed_run_ends_with_the_same_bits(
-    options: AdapterOptions, tmp_path: Any
-) -> None:
-    def strategy(**more: Any) -> FedRotLoRA:
-        return FedRotLoRA(
-            CONFIG, options, server=Server(deterministic=True), **EVERY, **more
-        )
-
-    whole = started(strategy(), 3).arrays.to_torch_state_dict()
-    started(strategy(checkpoints=Checkpointing(tmp_path)), 2)
-    resumed = started(
-        strategy(checkpoints=Checkpointing(tmp_path)), 3
-    ).arrays.to_torch_state_dict()
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
-
-
-@METHODS
 def test_a_server_optimiser_takes_the_average(options: AdapterOptions) -> None:
     eta, tau, beta = 0.1, 1e-3, 0.9
-    behind: Any = type("AdamLoRA", (AlignedLoRA, FedAdam), {})
+    behind = type("AdamLoRA", (AlignedLoRA, FedAdam), {})
     strategy = behind(
         CONFIG, options, eta=eta, tau=tau, beta_1=beta, beta_2=0.99, **EVERY
     )
@@ -259,21 +241,19 @@ def test_a_server_optimiser_takes_the_average(options: AdapterOptions) -> None:
 
 
 def test_what_does_not_go_together_is_refused_before_training() -> None:
-    median: Any = type("MedianLoRA", (AlignedLoRA, FedMedian), {})
-    with pytest.raises(
-        FedrotError, match="MedianLoRA passes only the average on, but FedMedian needs"
-    ):
+    median = type("MedianLoRA", (AlignedLoRA, FedMedian), {})
+    with pytest.raises(FedrotError, match=r"MedianLoRA.*FedMedian"):
         median(CONFIG)
     with pytest.raises(FedrotError, match=r"options is 'exact'; pass fedrot\.lora"):
         FedRotLoRA(CONFIG, "exact")  # type: ignore[arg-type]
-    with pytest.raises(FedrotError, match="no configuration of a LoRA adapter"):
+    with pytest.raises(FedrotError, match="configuration"):
         FedRotLoRA({"hidden_size": 3})
-    given: Any = {
+    given = {
         "noise_multiplier": 0.1,
         "clipping_norm": 1.0,
         "num_sampled_clients": 3,
     }
-    private: Any = DifferentialPrivacyServerSideFixedClipping(
+    private = DifferentialPrivacyServerSideFixedClipping(
         FedRotLoRA(CONFIG, **EVERY), **given
     )
     with pytest.raises(
@@ -295,7 +275,7 @@ def test_what_is_not_known_or_not_lost_is_no_metric(
     report = SimpleNamespace(
         mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost
     )
-    fake: Any = SimpleNamespace(result=lambda: ({}, report))
+    fake = SimpleNamespace(result=lambda: ({}, report))
     average = AdapterMean(cast(Any, fake))
     average.result()
     assert average.measured == measured

@@ -29,7 +29,8 @@ from tests.models import largest_difference as difference
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import Client, FakeGrid, failure
 
-ROUNDS, WEIGHTS = 2, (10, 20, 30)
+ROUNDS = 2
+WEIGHTS = (10, 20, 30)
 
 #: A client's masked sum is rounded to 16 / 2^22; with three of them and two rounds.
 ROUNDING = 3 * ROUNDS * 16 / 2**22

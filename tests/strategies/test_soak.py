@@ -5,8 +5,6 @@ is exact.
 from __future__ import annotations
 
 import gc
-import json
-import math
 import os
 import random
 from collections import Counter
@@ -22,11 +20,19 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from torch import Tensor
 
 import fedrot
+from fedrot.simulations.run_folder import read_rows
 from fedrot.strategies import FedRot
 from fedrot.strategies.wire import lazy_grid
-from tests.models import State, config_of, largest_difference
-from tests.strategies.classifier import NAME, SYMMETRY, state
-from tests.strategies.fakes import FakeGrid, failure, reply, tensors_of
+from tests.models import State, largest_difference
+from tests.strategies.classifier import SYMMETRY, state
+from tests.strategies.fakes import (
+    FakeGrid,
+    failure,
+    grid_of,
+    model_in,
+    reply,
+    tensors_of,
+)
 from tests.strategies.grouped import grouped
 
 #: In ``make test-all`` an update that stayed in every third round is noticed in the
@@ -35,7 +41,8 @@ ROUNDS = 200 if os.environ.get("FEDROT_TEST_ALL") else 24
 CLIENTS, TIMEOUT, QUERY = 8, 60.0, "bert.encoder.layer.0.attention.self.query.weight"
 #: Rounds before the first look at memory, and what it may grow by afterwards, in bytes:
 #: one update is 78 KB.
-WARM_UP, LARGEST_GROWTH = ROUNDS // 2, 4 * 2**20
+WARM_UP = ROUNDS // 2
+LARGEST_GROWTH = 4 * 2**20
 SILENT, LATE = "No answer before the timeout", "It matches no request of this round"
 #: Fault -> what the report says of it.
 FAULTS = {
@@ -48,13 +55,15 @@ FAULTS = {
     "truncated bytes": "bytes of values instead of",
     "no examples": "The metric 'num-examples' is 0",
 }
+REASONS = {*FAULTS.values(), LATE}
+#: As many do well as with faults.
+DECK = random.Random(0).sample(["well"] * len(FAULTS) + [*FAULTS], 2 * len(FAULTS))
 
 
 class Clock:
     """Stands in for ``time``: sleeping takes no time, and the time goes on."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def monotonic(self) -> float:
         return self.now
@@ -68,7 +77,6 @@ class Plan:
     node: int
     fault: str
     seed: int
-    at: float
 
     @property
     def weight(self) -> int:
@@ -80,14 +88,14 @@ class Plan:
         """
         generator = torch.Generator().manual_seed(self.seed)
         return {
-            n: t * (0.9 + 0.2 * torch.rand((), generator=generator))
-            for n, t in received.items()
+            name: tensor * (0.9 + 0.2 * torch.rand((), generator=generator))
+            for name, tensor in received.items()
         }
 
-    def answer(self, message: Message) -> Message:
+    def answer(self, message: Message) -> list[Message]:
         if self.fault == "crashed":
-            return failure(message)
-        update = self.update(tensors_of(message.content.array_records["arrays"]))
+            return [failure(message)]
+        update = self.update(model_in(message))
         scrambled = fedrot.random_equivalent(update, SYMMETRY, self.seed)
         answer = reply(message, scrambled, self.weight, self.node, loss=0.5)
         arrays = answer.content.array_records["arrays"]
@@ -97,88 +105,71 @@ class Plan:
         elif self.fault == "missing tensor":
             del arrays[QUERY]
         elif self.fault == "truncated bytes":
-            arrays[QUERY] = Array(
-                array.dtype, array.shape, array.stype, array.data[:-5]
-            )
-        return answer
+            cut = array.data[:-5]
+            arrays[QUERY] = Array(array.dtype, array.shape, array.stype, cut)
+        return [answer] * (1 + (self.fault == "duplicated"))
 
 
 class FaultyGrid(FakeGrid):
-    """Clients that answer at times of their own, and some of them wrongly; it keeps the
-    accounts.
-    """
+    """Clients of which some answer wrongly, late or never; it keeps the accounts."""
 
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(dict.fromkeys(range(100, 100 + CLIENTS), failure))
-        self.clock, self.random, self.round, self._start = (
-            clock,
-            random.Random(0),
-            0,
-            0.0,
-        )
+    def __init__(self) -> None:
+        super().__init__(grid_of([failure] * CLIENTS).nodes)
+        self.random = random.Random(0)
+        self.round = 0
         #: The average of what has to be accepted; and what has to be reported, how
         #: often.
         self.expected: State = {}
         self.faults: Counter[tuple[int, int, str]] = Counter()
         self.accepted: list[int] = []
-        self._deck: list[str] = []
         self._plans: dict[str, Plan] = {}
         self._late: list[Message] = []
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        """Draw what every client does, and answer for those who were late in the last
+        """Decide what every client does, and answer for those who were late in the last
         round.
         """
         sent = list(messages)
         if not sent:  # Nobody evaluates.
             return []
-        self.round, self._start = self.round + 1, self.clock.now
-        late = {i: plan for i, plan in self._plans.items() if plan.fault == "late"}
-        self._late = [plan.answer(self._sent[i]) for i, plan in late.items()]
-        self.faults.update((self.round, plan.node, LATE) for plan in late.values())
+        self.round += 1
+        for i, plan in self._plans.items():
+            if plan.fault == "late":
+                self._late += plan.answer(self._sent[i])
+                self.faults[self.round, plan.node, LATE] += 1
         self._sent.clear()
         ids = super().push_messages(sent)
+        self._plans = {}
         # In the order of the nodes: Flower samples them in an order that nothing seeds.
-        nodes = sorted((self._sent[i].metadata.dst_node_id, i) for i in ids)
-        self._plans = {i: self._plan(node) for node, i in nodes}
-        self._account(tensors_of(self._sent[ids[0]].content.array_records["arrays"]))
+        for node, i in sorted((self._sent[i].metadata.dst_node_id, i) for i in ids):
+            fault = DECK[(8 * self.round + node + self.round // 2) % len(DECK)]
+            self._plans[i] = Plan(node, fault, self.random.randrange(2**31))
+            if fault != "well":
+                self.faults[self.round, node, FAULTS[fault]] += 1
+        self._average(model_in(self._sent[ids[0]]))
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Return what has arrived; the first look of a round also finds the last one's
         late answers.
         """
-        answers, self._late = self._late, []
-        for message_id in message_ids:
-            plan = self._plans[message_id]
-            if plan.at <= self.clock.now - self._start:
-                answer = plan.answer(self._sent[message_id])
-                answers += [answer, answer] if plan.fault == "duplicated" else [answer]
+        answers = self._late
+        self._late = []
+        for i in message_ids:
+            if self._plans[i].fault not in ("late", "lost"):
+                answers += self._plans[i].answer(self._sent[i])
         return answers
 
-    def _plan(self, node: int) -> Plan:
-        if not self._deck:  # As many well as with faults.
-            self._deck = ["well"] * len(FAULTS) + list(FAULTS)
-            self.random.shuffle(self._deck)
-        fault, at = self._deck.pop(), self.random.uniform(0.0, 0.9 * TIMEOUT)
-        at = math.inf if fault in ("late", "lost") else at
-        return Plan(node, fault, self.random.randrange(2**31), at)
-
-    def _account(self, sent: State) -> None:
-        """Average in float64 what has to be accepted, and note what has to be
-        reported.
-        """
+    def _average(self, sent: State) -> None:
+        """Average in float64 what has to be accepted."""
         plans = self._plans.values()
         good = [plan for plan in plans if plan.fault in ("well", "duplicated")]
-        total, zero = sum(plan.weight for plan in good), torch.zeros(())
-        updates = [(plan.weight, plan.update(sent)) for plan in good]
-        self.expected = {
-            n: sum((w * u[n].double() for w, u in updates), zero) / total for n in sent
-        }
         self.accepted.append(len(good))
-        self.faults.update(
-            (self.round, p.node, FAULTS[p.fault]) for p in plans if p.fault != "well"
-        )
+        total = sum(plan.weight for plan in good)
+        self.expected = {n: torch.zeros(t.shape).double() for n, t in sent.items()}
+        for plan in good:
+            for name, tensor in plan.update(sent).items():
+                self.expected[name] += plan.weight / total * tensor.double()
 
 
 def memory() -> tuple[int, Counter[str]]:
@@ -190,19 +181,12 @@ def memory() -> tuple[int, Counter[str]]:
 
 @pytest.mark.parametrize(("rounds", "deterministic"), [(ROUNDS, False), (6, True)])
 def test_rounds_of_faults_leak_nothing_and_average_what_is_good(
-    rounds: int,
-    deterministic: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    rounds: int, deterministic: bool, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    clock, path, warm = (
-        Clock(),
-        tmp_path / "report.jsonl",
-        list[tuple[int, Counter[str]]](),
-    )
-    monkeypatch.setattr(lazy_grid, "time", clock)
-    grid = FaultyGrid(clock)
+    path = tmp_path / "report.jsonl"
+    warm = []
+    monkeypatch.setattr(lazy_grid, "time", Clock())
+    grid = FaultyGrid()
 
     def check(number: int, arrays: ArrayRecord) -> MetricRecord:
         error = largest_difference(tensors_of(arrays), grid.expected) if number else 0.0
@@ -211,43 +195,30 @@ def test_rounds_of_faults_leak_nothing_and_average_what_is_good(
             warm.append(memory())
         return MetricRecord({"error": error})
 
-    settings: dict[str, Any] = grouped(rows=path, deterministic=deterministic)
-    strategy = FedRot(config_of(NAME), fraction_evaluate=0.0, **settings)
+    settings = grouped(rows=path, deterministic=deterministic)
+    strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, **settings)
     result = strategy.start(
         grid, ArrayRecord(state()), rounds, timeout=TIMEOUT, evaluate_fn=check
     )
     assert largest_difference(tensors_of(result.arrays), grid.expected) < 1e-5
-    counts = [
-        m["fedrot-replies-accepted"] for m in result.train_metrics_clientapp.values()
-    ]
-    assert counts == grid.accepted
-    assert len(counts) == rounds
+    metrics = result.train_metrics_clientapp.values()
+    assert [m["fedrot-replies-accepted"] for m in metrics] == grid.accepted
+    assert len(grid.accepted) == rounds
     if not deterministic:
-        assert len({tuple(sorted(alive.items())) for _, alive in warm}) == 1
-        assert max(resident for resident, _ in warm) - warm[0][0] < LARGEST_GROWTH
+        sizes, alive = zip(*warm, strict=True)
+        assert all(counts == alive[0] for counts in alive)
+        assert max(sizes) - sizes[0] < LARGEST_GROWTH
     # Every fault is reported once, nothing else is, and of each there is one warning at
     # most.
-    rows, kinds = (
-        [json.loads(line) for line in path.read_text().splitlines()],
-        ("dropped", "failed"),
-    )
-    reported = [
-        (row["round"], row["client"], row[kind])
-        for row in rows
-        for kind in kinds
-        if kind in row
-    ]
-    reasons = {*FAULTS.values(), LATE}
-    found = Counter(
-        (n, c, next((w for w in reasons if w in what), what)) for n, c, what in reported
-    )
-    assert found - grid.faults == grid.faults - found == Counter()
-    assert {reason for _, _, reason in found} == reasons
-    silent = sum(
-        n for (_, _, reason), n in found.items() if reason in (SILENT, "crashed")
-    )
-    warned = Counter(
-        record.msg for record in caplog.records if record.levelname == "WARNING"
-    )
-    assert warned.pop("Reply of client %d dropped: %s") == found.total() - silent
+    reported = Counter()
+    for row in read_rows(path):
+        for what in (row[kind] for kind in ("dropped", "failed") if kind in row):
+            reason = next((reason for reason in REASONS if reason in what), what)
+            reported[row["round"], row["client"], reason] += 1
+    assert reported == grid.faults
+    reasons = [reason for *_, reason in reported.elements()]
+    assert {*reasons} == REASONS
+    dropped = [reason for reason in reasons if reason not in (SILENT, "crashed")]
+    warned = Counter(r.msg for r in caplog.records if r.levelname == "WARNING")
+    assert warned.pop("Reply of client %d dropped: %s") == len(dropped)
     assert warned.total() <= 1  # Flower's on fraction_evaluate.

@@ -17,7 +17,7 @@ import fedrot
 from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
 from tests.families import config_of, model_of, state_of, symmetry_for
 from tests.models import State, near, with_separate_tables
-from tests.strategies.fakes import Client, grid_of, node_of, play, tensors_of
+from tests.strategies.fakes import Client, aggregated, grid_of, node_of, tensors_of
 
 WHOLE = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL)
 STREAM = replace(WHOLE, canonical=True)
@@ -28,7 +28,8 @@ def states(name: str) -> tuple[State, list[State]]:
     """Return a broadcast model, and the same function in three bases, one of them the
     broadcast's.
     """
-    symmetry, base = symmetry_for(name), float32(state_of(name))
+    symmetry = symmetry_for(name)
+    base = float32(state_of(name))
     folded = fedrot.canonical(state_of(name), symmetry)
     others = [
         fedrot.random_equivalent(folded, symmetry.rotated, s, fedrot.WHOLE_MODEL)
@@ -44,8 +45,7 @@ def float32(tensors: State) -> State:
 
 
 def built(name: str) -> nn.Module:
-    model: nn.Module = with_separate_tables(model_of(name).float())
-    return model
+    return with_separate_tables(model_of(name).float())
 
 
 def answers(name: str, tensors: State) -> torch.Tensor:
@@ -53,8 +53,7 @@ def answers(name: str, tensors: State) -> torch.Tensor:
     model.load_state_dict(tensors)
     ids = torch.arange(1, 19).reshape(2, 9)
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(input_ids=ids).logits
-    return found
+        return model.eval()(input_ids=ids).logits
 
 
 def silent(message: Any) -> Any:
@@ -62,7 +61,8 @@ def silent(message: Any) -> Any:
 
 
 def matching(name: str) -> Client:
-    app, generator = ClientApp(), torch.Generator().manual_seed(5)
+    app = ClientApp()
+    generator = torch.Generator().manual_seed(5)
     rows = [
         {"input_ids": torch.randint(1, 39, (8, 9), generator=generator)}
         for _ in range(3)
@@ -84,7 +84,7 @@ def test_models_in_rotated_bases_are_averaged_to_the_function_that_all_of_them_h
     )
     nodes = [matching(name) if where == "clients" else silent] * 3
     strategy = FedRot(config_of(name), other_basis=others)
-    arrays, metrics = play(strategy, base, sent, nodes)
+    arrays, metrics = aggregated(strategy, base, sent, nodes=nodes)
     result = tensors_of(arrays)
     assert metrics["fedrot-replies-accepted"] == 3
     expected = answers(name, base)
@@ -93,8 +93,8 @@ def test_models_in_rotated_bases_are_averaged_to_the_function_that_all_of_them_h
         assert bool((result[fold.gain] == 1).all()), "the new model is canonical"
     # Permutations of the stream do not find the function.
     permuted = OtherBasis(options=replace(WHOLE, canonical=False))
-    lost, _ = play(
-        FedRot(config_of(name), other_basis=permuted), base, sent, [silent] * 3
+    lost, _ = aggregated(
+        FedRot(config_of(name), other_basis=permuted), base, sent, nodes=[silent] * 3
     )
     assert (
         answers(name, tensors_of(lost)) - expected
@@ -106,12 +106,13 @@ def test_replies_in_the_broadcast_basis_become_canonical_beside_one_from_another
 ):
     """A mean of canonical and of other tensors would be neither."""
     name = "llama"
-    symmetry, base = symmetry_for(name), float32(state_of(name))
+    symmetry = symmetry_for(name)
+    base = float32(state_of(name))
     folded = fedrot.canonical(base, symmetry)
     late = fedrot.random_equivalent(folded, symmetry.rotated, 3, fedrot.WHOLE_MODEL)
     near_by = [float32(near(base, 1e-3, seed)) for seed in (1, 2)]
     strategy = FedRot(config_of(name), other_basis=OtherBasis(options=STREAM))
-    arrays, _ = play(strategy, base, [*near_by, late], [silent] * 3)
+    arrays, _ = aggregated(strategy, base, [*near_by, late], nodes=[silent] * 3)
     result = tensors_of(arrays)
     own = [*(fedrot.canonical(update, symmetry) for update in near_by), folded]
     for key, found in result.items():
@@ -125,13 +126,13 @@ TIED = GPT2Config(
 )
 COPIED = GPT2LMHeadModel(TIED).state_dict()
 SEPARATE = {**COPIED, "lm_head.weight": torch.randn(12, 8)}
-PERMUTED: dict[str, Any] = {"alignment": fedrot.AlignmentOptions(("heads", "ffn"))}
+PERMUTED = {"alignment": fedrot.AlignmentOptions(("heads", "ffn"))}
 LLAMA = (config_of("llama"), float32(state_of("llama")))
 
 #: Other bases, configuration and model, more settings, and whether the stream is
 #: rotated. Statistics cannot be brought to canonical form. Tied tables are found in the
 #: model, and without one in arrays, where they are two equal ones.
-ROTATES: list[tuple[OtherBasis, Any, State, dict[str, Any], bool]] = [
+ROTATES = [
     *(
         (
             OtherBasis(partial(built, name)),

@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from fedrot.strategies import LabelledRows, answer_with_sums
-from tests.strategies.fakes import Client, reply, tensors_of
+from tests.strategies.fakes import Client, model_in, reply
 
 CLASSES, WIDTH = 3, 6
 CENTRES = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(3))
@@ -54,7 +54,8 @@ def rows(seed: int, count: int) -> Rows:
 
 
 def state(body: float) -> State:
-    weight, bias = torch.zeros(CLASSES, WIDTH), torch.zeros(CLASSES)
+    weight = torch.zeros(CLASSES, WIDTH)
+    bias = torch.zeros(CLASSES)
     return {
         "body": torch.tensor([body]),
         f"{HEAD}.weight": weight,
@@ -69,7 +70,8 @@ def client(
     count: int = 90,
 ) -> Client:
     app = ClientApp()
-    training, held_out = [rows(seed, count)], [rows(1000 + seed, count)]
+    training = [rows(seed, count)]
+    held_out = [rows(1000 + seed, count)]
     answer_with_sums(
         app,
         lambda message, context: LabelledRows(Toy, lambda: training, lambda: held_out),
@@ -79,7 +81,7 @@ def client(
     def node(message: Message) -> Message:
         if message.metadata.message_type != "train":
             return app(message, Context(7, 1, {}, RecordDict(), {}))
-        received = tensors_of(message.content.array_records["arrays"])
+        received = model_in(message)
         body = torch.tensor([to(float(received["body"]))])
         noise = torch.randn(
             CLASSES, WIDTH, generator=torch.Generator().manual_seed(seed)

@@ -1,3 +1,1 @@
-"""The elements of a family's description: spaces, projections, layers and task
-heads.
-"""
+"""The elements of a family's description: spaces, projections, layers, task heads."""

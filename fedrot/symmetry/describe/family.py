@@ -1,6 +1,4 @@
-"""A model family as data: its stacks of layers, the tensors around them, and its task
-heads.
-"""
+"""A model family as data: its stacks of layers, their surroundings, its task heads."""
 
 from __future__ import annotations
 
@@ -8,10 +6,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fedrot.errors import SymmetryError
 from fedrot.symmetry.describe.layers import Block, axes_of, shared_heads, together
 from fedrot.symmetry.describe.spaces import Axes, Space, merged, on_residual
-from fedrot.symmetry.describe.task_heads import PLAIN
-from fedrot.symmetry.groups import NO_LAYER
+from fedrot.symmetry.describe.task_heads import PLAIN, Features
 
 #: A configuration of transformers as a dictionary, and the names of a model's tensors
 #: without prefix.
@@ -62,18 +60,11 @@ class Stack:
         config = config[self.section] if self.section else config
         layers = []
         for number, (prefix, layer) in enumerate(self._layers(config), first):
-            found = layer(config, names, prefix)
-            blocks = found if isinstance(found, tuple) else (found,)
-            numbered = (
-                [replace(group, layer=number) for group in block.groups]
-                for block in blocks
-            )
-            layers.append(
-                [
-                    replace(b, groups=tuple(g))
-                    for b, g in zip(blocks, numbered, strict=True)
-                ]
-            )
+            blocks = layer(config, names, prefix)
+            if isinstance(blocks, Block):
+                blocks = (blocks,)
+            layers.append([block.numbered(number) for block in blocks])
+        # Groups are applied in order: those of all first blocks, then all second ones.
         alike = zip(*layers, strict=True)
         return together(
             *(shared_heads(self.order, self.head_bias, blocks) for blocks in alike)
@@ -81,25 +72,27 @@ class Stack:
 
     def _layers(self, config: Config) -> Iterator[tuple[str, Layer]]:
         *first, last = (self.count,) if isinstance(self.count, str) else self.count
-        count = next(filter(None, map(config.get, first)), None) or config[last]
+        counts = filter(None, map(config.get, first))
+        count = next(counts, None) or config[last]
         for number in range(count):
             prefix = f"{self.name}.{number}."
             if isinstance(self.layer, Stack):
-                yield from (
-                    (prefix + rest, layer) for rest, layer in self.layer._layers(config)
-                )
+                for rest, layer in self.layer._layers(config):
+                    yield prefix + rest, layer
             else:
                 yield prefix, self.layer
 
 
+#: What lies in a model: axes of tensors, blocks, and stacks of layers.
+Piece = Axes | Block | Stack
+
+
 @dataclass(frozen=True)
 class When:
-    """Items that a model has if it has a tensor, or if its configuration and names meet
-    a condition.
-    """
+    """Items that a model has if it has a tensor, or meets a condition."""
 
     condition: str | Callable[[Config, Names], bool]
-    items: tuple[Axes | Block | Stack, ...]
+    items: tuple[Piece, ...]
 
     def holds(self, config: Config, names: Names) -> bool:
         """Return whether a model has the items."""
@@ -118,8 +111,8 @@ ROTATED = "rotated"
 POST_NORM = "permuted: norms act on the stream after its blocks"
 NORM_IN_FRONT = "permuted: a norm lies between embeddings and stream"
 
-#: An element of a family's description.
-Item = Axes | Block | Stack | When
+#: An element of a family's description; some models lack it.
+Item = Piece | When
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +133,10 @@ class Family:
             names.
         stream: how the residual stream moves in canonical form, only for tables of
             families. For a model, ``Symmetry.folds`` decides.
+        features: what bounds the inputs of the last layer of a classifier; by model
+            type if the types differ. Clients' sums of larger features are refused.
 
-    Names of tensors have no model prefix.
+    Names of tensors have no model prefix, except in ``features``.
     """
 
     name: str
@@ -152,25 +147,40 @@ class Family:
     inside: tuple[str, ...] = ()
     buffers: Mapping[str, int] = field(default_factory=lambda: BUFFERS)
     stream: str = ROTATED
+    # Without a default: a family that says nothing would have no bound, silently.
+    features: Features | Mapping[str, Features] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.features, Mapping):
+            return
+        silent = [name for name in self.model_types if name not in self.features]
+        if silent:
+            raise SymmetryError(
+                f"Family '{self.name}' does not say what bounds the features of "
+                f"'{silent[0]}'. Add it to 'features', as AfterTanh, AfterNorm, or "
+                "Unbounded with the reason."
+            )
+
+    def features_of(self, model_type: str) -> Features:
+        """Return what bounds the features of a model type of this family."""
+        if isinstance(self.features, Mapping):
+            return self.features[model_type]
+        return self.features
 
     @property
     def stacks(self) -> tuple[str, ...]:
         """The names of the stacks."""
-        return tuple(
-            item.name for item in _chosen(self.body) if isinstance(item, Stack)
-        )
+        items = _chosen(self.body)
+        return tuple(item.name for item in items if isinstance(item, Stack))
 
     @property
     def encoder(self) -> frozenset[str]:
         """The modules of the encoder; task heads are outside of it."""
-        places = (
-            [item.name] if isinstance(item, Stack) else list(axes_of(item))
-            for item in _chosen(self.body)
-        )
-        return frozenset(
-            {place.partition(".")[0] for names in places for place in names}
-            | {*self.inside}
-        )
+        modules = {*self.inside}
+        for item in _chosen(self.body):
+            names = (item.name,) if isinstance(item, Stack) else axes_of(item)
+            modules.update(name.partition(".")[0] for name in names)
+        return frozenset(modules)
 
     def describe(self, config: Config, names: Names) -> tuple[Block, Axes]:
         """Return the body of one model, and the axes of its task heads and buffers."""
@@ -178,38 +188,28 @@ class Family:
         def holds(item: When) -> bool:
             return item.holds(config, names)
 
-        body, layers = Block(), 0
+        body = Block()
         for item in _chosen(self.body, holds):
-            block = (
-                item.describe(config, names, layers)
-                if isinstance(item, Stack)
-                else item
-            )
-            body = together(body, block)
-            layers = 1 + max((group.layer for group in body.groups), default=NO_LAYER)
-        heads = [
-            axes_of(i)
-            for i in _chosen(self.task_heads, holds)
-            if not isinstance(i, Stack)
-        ]
-        buffers = {
-            name: (None,) * axes
-            for name in names
-            for end, axes in self.buffers.items()
-            if f".{name}".endswith(f".{end}")
-        }
-        absent = [
-            name for name, space in self.spaces.items() if not space.exists(names)
-        ]
-        return (
-            replace(body, axes=on_residual(body.axes, absent)),
-            on_residual(merged(*heads, buffers), absent),
-        )
+            if isinstance(item, Stack):
+                # Layers of a decoder are numbered after those of the encoder.
+                item = item.describe(config, names, body.layers)
+            body = together(body, item)
+        items = _chosen(self.task_heads, holds)
+        outside = [axes_of(item) for item in items if not isinstance(item, Stack)]
+        buffers: dict[str, tuple[None, ...]] = {}
+        for name in names:
+            for end, axes in self.buffers.items():
+                if f".{name}".endswith(f".{end}"):
+                    buffers[name] = (None,) * axes
+        spaces = self.spaces.items()
+        absent = [name for name, space in spaces if not space.exists(names)]
+        inside = replace(body, axes=on_residual(body.axes, absent))
+        return inside, on_residual(merged(*outside, buffers), absent)
 
 
 def _chosen(
     items: Sequence[Item], holds: Callable[[When], bool] = lambda item: True
-) -> Iterator[Axes | Block | Stack]:
+) -> Iterator[Piece]:
     for item in items:
         if not isinstance(item, When):
             yield item

@@ -1,5 +1,4 @@
-"""The usual blocks of a transformer layer: their groups, and the spaces that they read
-and write.
+"""The usual blocks of a transformer layer: their groups, what they read and write.
 
 A family calls these functions with the names of its modules. The ``Stack`` that
 contains a layer sets the layer number of its groups.
@@ -8,7 +7,7 @@ contains a layer sets the layer number of its groups.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fedrot.symmetry.actions import (
     Action,
@@ -26,8 +25,7 @@ from fedrot.symmetry.signs import SignedPermutation
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of a model: its groups, the spaces on its tensors' axes, and its
-    redundant biases.
+    """A piece of a model: its groups, its tensors' spaces, and its redundant biases.
 
     ``refused`` holds the parts that cannot be moved because of this block, with the
     reason. ``norms`` holds, by norm, the weights that read the norm, see ``pre_norm``
@@ -40,6 +38,16 @@ class Block:
     refused: Mapping[str, str] = field(default_factory=dict)
     norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    @property
+    def layers(self) -> int:
+        """The number of numbered layers."""
+        return 1 + max((group.layer for group in self.groups), default=NO_LAYER)
+
+    def numbered(self, layer: int) -> Block:
+        """Return the block with this layer number on its groups."""
+        groups = tuple(replace(group, layer=layer) for group in self.groups)
+        return replace(self, groups=groups)
+
 
 def axes_of(item: Block | Axes) -> Axes:
     """Return the axes of a block; axes are returned as they are."""
@@ -48,19 +56,21 @@ def axes_of(item: Block | Axes) -> Axes:
 
 def together(*blocks: Block | Axes) -> Block:
     """Return several blocks as one; axes are a block without groups."""
-    found = [
-        block if isinstance(block, Block) else Block(axes=block) for block in blocks
-    ]
+    groups: list[Group] = []
+    biases: list[RedundantBias] = []
+    refused: dict[str, str] = {}
     norms: dict[str, tuple[str, ...]] = {}
-    for module, weights in (item for block in found for item in block.norms.items()):
-        norms[module] = norms.get(module, ()) + weights
-    return Block(
-        tuple(group for block in found for group in block.groups),
-        merged(*(block.axes for block in found)),
-        tuple(redundant for block in found for redundant in block.redundant_biases),
-        {part: reason for block in found for part, reason in block.refused.items()},
-        norms,
-    )
+    for block in blocks:
+        if not isinstance(block, Block):
+            continue
+        groups += block.groups
+        biases += block.redundant_biases
+        refused |= block.refused
+        # A norm may be read in several blocks: the encoder's last one, in every layer.
+        for module, weights in block.norms.items():
+            norms[module] = norms.get(module, ()) + weights
+    axes = merged(*map(axes_of, blocks))
+    return Block(tuple(groups), axes, tuple(biases), refused, norms)
 
 
 def pre_norm(
@@ -72,13 +82,21 @@ def pre_norm(
     """
     inside = together(*blocks)
     readers = (name for name, axes in inside.axes.items() if read(space) in axes)
-    found = {module: tuple(name for name in readers if name not in memory)}
-    return together(norm(module, space), inside, Block(norms=found))
+    weights = tuple(name for name in readers if name not in memory)
+    return together(norm(module, space), inside, Block(norms={module: weights}))
+
+
+def pre_normed(prefix: str, space: str = RESIDUAL, /, **blocks: Block) -> Block:
+    """Return blocks that each read the stream through a norm, by the norm's name."""
+    return together(
+        *(pre_norm(prefix + name, blocks[name], space=space) for name in blocks)
+    )
 
 
 def last_norm(module: str, space: str = RESIDUAL) -> Block:
-    """Return the norm after the last layer; all weights without another norm read this
-    norm.
+    """Return the norm after the last layer.
+
+    All weights without another norm read this norm.
     """
     return together(norm(module, space), Block(norms={module: ()}))
 
@@ -113,102 +131,97 @@ def attention(
         order: the group that permutes these heads if other blocks share their order;
             see ``shared_heads``.
     """
-    p, kv, dim = projections, heads.keys or heads.count, heads.dim
-    query_side, key_side = (p.query, *p.queries), (p.key, *p.keys)
+    dim = heads.dim
+    keys = heads.key_count
+    queries = (projections.query, *projections.queries)
+    key_side = (projections.key, *projections.keys)
+    values = projections.value
+    output = projections.output
+
+    def queried(low: int, high: int) -> list[Slot]:
+        slots: list[Slot] = []
+        for units in queries:
+            slots += units.written(heads.count, dim, low, high)
+        return slots
 
     def matched(low: int, high: int) -> tuple[Slot, ...]:
-        """Return units of queries and keys; keys are contravariant to queries."""
-        return (
-            *(s for u in query_side for s in u.written(heads.count, dim, low, high)),
-            *(
-                s
-                for u in key_side
-                for s in u.written(kv, dim, low, high, contravariant=True)
-            ),
-        )
+        slots = queried(low, high)
+        # Contravariant to the queries: the scores, their products, stay the same.
+        for units in key_side:
+            slots += units.written(keys, dim, low, high, contravariant=True)
+        return tuple(slots)
 
-    query_key, heads_read = matched(0, dim), p.output.read(heads.count * dim)
-    value_output = (*p.value.written(kv, dim), heads_read)
-    own = "" if heads.ordered else order or f"{name}heads"
-    inside: list[tuple[str, str, Action, tuple[Slot, ...]]] = []
-    if kv < heads.count and not heads.ordered:
-        slots = tuple(s for u in query_side for s in u.written(heads.count, dim))
-        queries = QueryPermutation(kv, heads.count // kv)
-        inside.append(("queries", "heads", queries, (*slots, heads_read)))
+    heads_read = output.read(heads.count * dim)
+    value_output = (*values.written(keys, dim), heads_read)
+    permuted = "" if heads.ordered else order or f"{name}heads"
+    groups: list[Group] = []
+
+    def add(end: str, part: str, action: Action, slots: tuple[Slot, ...]) -> None:
+        groups.append(Group(name + end, NO_LAYER, part, action, slots, permuted))
+
+    if not order and not heads.ordered:
+        slots = matched(0, dim) + value_output
+        groups.append(Group(permuted, NO_LAYER, "heads", HeadPermutation(keys), slots))
+    if keys < heads.count and not heads.ordered:
+        action = QueryPermutation(keys, heads.count // keys)
+        add("queries", "heads", action, (*queried(0, dim), heads_read))
     if heads.rotary:
         turned = RotarySigns if heads.normed else RotaryPhases
-        action = turned(kv, heads.rotary, heads.interleaved)
-        inside.append(("qk", "attention", action, matched(0, heads.rotary)))
+        phases = turned(keys, heads.rotary, heads.interleaved)
+        add("qk", "attention", phases, matched(0, heads.rotary))
+    # Under a norm with gains, no rotation of the units without positions is left.
     if heads.rotary < dim and not heads.normed:
-        still = matched(heads.rotary, dim)
-        suffix = "qk.still" if heads.rotary else "qk"
-        inside.append(
-            (suffix, "attention", HeadRotation(kv, dim - heads.rotary), still)
-        )
-    inside.append(("vo", "attention", HeadRotation(kv, dim), value_output))
-    groups = [
-        Group(f"{name}{end}", NO_LAYER, part, action, slots, own)
-        for end, part, action, slots in inside
-    ]
-    if not order and not heads.ordered:
-        permuted = Group(
-            own, NO_LAYER, "heads", HeadPermutation(kv), query_key + value_output
-        )
-        groups.insert(0, permuted)
-    return Block(
-        tuple(groups),
-        merged(
-            *(unit.between(None, space) for unit in query_side),
-            *(unit.between(None, memory or space) for unit in (*key_side, p.value)),
-            p.output.between(space, None),
-        ),
-        _redundant_biases(heads, p),
-        {"heads": _ORDERED} if heads.ordered else {},
-    )
+        end = "qk.still" if heads.rotary else "qk"
+        rotation = HeadRotation(keys, dim - heads.rotary)
+        add(end, "attention", rotation, matched(heads.rotary, dim))
+    add("vo", "attention", HeadRotation(keys, dim), value_output)
+    query_axes = (units.between(None, space) for units in queries)
+    attended = (*key_side, values)
+    memory_axes = (units.between(None, memory or space) for units in attended)
+    axes = merged(*query_axes, *memory_axes, output.between(space, None))
+    refused = {"heads": _ORDERED} if heads.ordered else {}
+    return Block(tuple(groups), axes, _redundant_biases(heads, projections), refused)
 
 
 def _redundant_biases(heads: Heads, p: Projections) -> tuple[RedundantBias, ...]:
-    """Return the key biases that add one number to all scores of a query, and the
+    """Return the biases of an attention block that can be 0.
+
+    They are the key biases that add one number to all scores of a query, and the
     values' bias.
     """
-    kv, dim = heads.keys or heads.count, heads.dim
-    found = [
-        RedundantBias(unit.written(kv, dim, heads.rotary, dim)[1], kv)
-        for unit in (p.keys if p.key_bias_seen else (p.key, *p.keys))
-        if unit.bias and heads.rotary < dim
-    ]
+    dim = heads.dim
+    keys = heads.key_count
+    biases = []
+    for units in p.keys if p.key_bias_seen else (p.key, *p.keys):
+        if units.bias and heads.rotary < dim:
+            _, bias = units.written(keys, dim, heads.rotary, dim)
+            biases.append(RedundantBias(bias, keys))
     if p.value.bias and p.output.bias:
-        inputs = p.output.read(heads.count * dim)
-        found.append(
-            RedundantBias(p.value.written(kv, dim)[1], kv, inputs, p.output.bias_name)
-        )
-    return tuple(found)
+        _, bias = p.value.written(keys, dim)
+        read_by = p.output.read(heads.count * dim)
+        biases.append(RedundantBias(bias, keys, read_by, p.output.bias_name))
+    return tuple(biases)
 
 
 def shared_heads(name: str, bias: str, blocks: Sequence[Block]) -> Block:
-    """Return attention blocks whose heads share one order, because the blocks share a
-    bias per head.
+    """Return attention blocks whose heads share one order: they share a bias per head.
 
     Args:
         name: of the group that permutes the heads; the blocks were made with
             ``order=name``.
         bias: the relative-position bias ``[buckets, heads]`` that all blocks add.
     """
-    inside = [
-        g
-        for block in blocks
-        for g in block.groups
-        if g.part == "attention" and g.within == name
-    ]
+    whole = together(*blocks)
+    attentions = (group for group in whole.groups if group.part == "attention")
+    inside = [group for group in attentions if group.within == name]
     if not (name and inside):
-        return together(*blocks)
+        return whole
     heads = inside[0].action.units
-    slots = (
-        *(slot for group in inside for slot in group.slots),
-        Slot(bias, 1, Slice(0, heads)),
-    )
-    group = Group(name, NO_LAYER, "heads", HeadPermutation(heads), slots)
-    return together(Block((group,)), *blocks, {bias: (None, None)})
+    slots = [slot for group in inside for slot in group.slots]
+    slots.append(Slot(bias, 1, Slice(0, heads)))
+    action = HeadPermutation(heads)
+    permuted = Block((Group(name, NO_LAYER, "heads", action, tuple(slots)),))
+    return together(permuted, whole, {bias: (None, None)})
 
 
 def feed_forward(
@@ -219,11 +232,12 @@ def feed_forward(
     gate: Units | None = None,
     space: str = RESIDUAL,
 ) -> Block:
-    """Return one feed-forward block with an elementwise activation (Zhang et al. 2025,
-    Eq. 6-7).
+    """Return one feed-forward block with an elementwise activation.
 
     With a ``gate``, the activation is applied to the gate, and its units multiply those
     of ``up``. Units of up and down may then change their sign together.
+
+    Source: Zhang et al. 2025, Eq. 6-7.
     """
     units = up.written(1, neurons)
     if gate is not None:

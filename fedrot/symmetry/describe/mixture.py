@@ -1,6 +1,4 @@
-"""A mixture of experts: its block, and the actions on the order of experts and on their
-neurons.
-"""
+"""A mixture of experts: its block, and the actions on experts and on their neurons."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ class ExpertPermutation(Permutation):
 
 @dataclass(frozen=True)
 class ExpertNeurons(SignedOrders):
-    """The orders and signs of the ``n`` gated neurons inside each of ``experts``
-    experts.
+    """The orders and signs of the ``n`` gated neurons inside each expert.
 
     An element is ``[experts, n]``; row ``i`` is an element of ``SignedPermutation`` for
     expert ``i``. Axis 0 of the tensors is the number of the expert.
@@ -45,21 +42,23 @@ class ExpertNeurons(SignedOrders):
     def act(
         self, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
     ) -> Tensor:
-        shape = [{0: self.experts, axis: self.n}.get(d, 1) for d in range(x.ndim)]
-        index, signs = (element.abs() - 1).to(x.device), element.sign().to(x)
-        return torch.take_along_dim(x, index.reshape(shape), axis) * signs.reshape(
-            shape
-        )
+        shape = [1] * x.ndim
+        shape[0] = self.experts
+        shape[axis] = self.n
+        index = (element.abs() - 1).to(x.device).reshape(shape)
+        signs = element.sign().to(x).reshape(shape)
+        return torch.take_along_dim(x, index, axis) * signs
 
 
 def mixture(
     name: str, experts: int, neurons: int, router: str, gate_up: str, down: str
 ) -> Block:
-    """Return a mixture of gated experts (Jiang et al. 2024) whose weights are stored as
-    one tensor.
+    """Return a mixture of gated experts whose weights are stored as one tensor.
 
     The experts and the router's rows are permuted together. The neurons inside each
     expert are permuted with signs.
+
+    Source: Jiang et al. 2024.
 
     Args:
         name: prefix of the groups' names.
@@ -72,8 +71,10 @@ def mixture(
     whole = tuple(
         Slot(tensor, 0, Slice(0, experts)) for tensor in (router, gate_up, down)
     )
-    first, second = Slice(0, neurons), Slice(neurons, 2 * neurons)
+    first = Slice(0, neurons)
+    second = Slice(neurons, 2 * neurons)
     units = (
+        # The activation is on the gate, so the sign of a neuron does not reach it.
         Slot(gate_up, 1, first, unsigned=True, experts=True),
         Slot(gate_up, 1, second, experts=True),
         Slot(down, 2, first, contravariant=True, experts=True),
@@ -81,8 +82,10 @@ def mixture(
     order = Group(f"{name}experts", NO_LAYER, "ffn", ExpertPermutation(experts), whole)
     action = ExpertNeurons(experts, neurons)
     inside = Group(f"{name}ffn", NO_LAYER, "ffn", action, units, within=order.name)
-    inputs, written = (None, None, read(RESIDUAL)), (None, RESIDUAL, None)
-    return Block(
-        (order, inside),
-        {router: (None, read(RESIDUAL)), gate_up: inputs, down: written},
-    )
+    stream = read(RESIDUAL)
+    axes = {
+        router: (None, stream),
+        gate_up: (None, None, stream),
+        down: (None, RESIDUAL, None),
+    }
+    return Block((order, inside), axes)

@@ -1,16 +1,17 @@
-"""Projections of a layer: the places of queries, keys, values and neurons in its
-modules.
-"""
+"""Projections of a layer: where its modules hold queries, keys, values and neurons."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fedrot.errors import SymmetryError
-from fedrot.symmetry.describe.spaces import Axes, merged, read
+from fedrot.symmetry.describe.spaces import Axes, read
 from fedrot.symmetry.groups import Slice, Slot
+
+#: The usual names of the four modules of an attention block.
+Q_K_V_OUT = "q_proj k_proj v_proj out_proj"
 
 
 @dataclass(frozen=True)
@@ -76,35 +77,37 @@ class Units:
         blocks = (dim, low, high) if high - low < dim else ()
         rows = Slice(self.start, self.start + heads * dim, *blocks)
         if self.every:
+            stop = heads // self.together * self.every
             end = self.start + (self.together - 1) * dim + high
-            rows = Slice(
-                0,
-                heads // self.together * self.every,
-                self.every,
-                self.start + low,
-                end,
-            )
-        slots = [
-            Slot(self.weight, 1 if self.conv1d else 0, rows, contravariant, unsigned)
-        ]
-        if self.bias:
-            own = Slice(0, heads * dim, *blocks) if isinstance(self.bias, str) else rows
-            slots.append(replace(slots[0], tensor=self.bias_name, axis=0, slice=own))
-        return slots
+            rows = Slice(0, stop, self.every, self.start + low, end)
+        axis = 1 if self.conv1d else 0
+        weight = Slot(self.weight, axis, rows, contravariant, unsigned)
+        if not self.bias:
+            return [weight]
+        if isinstance(self.bias, str):
+            # A parameter of its own holds these units alone.
+            rows = Slice(0, heads * dim, *blocks)
+        return [weight, replace(weight, tensor=self.bias_name, axis=0, slice=rows)]
 
     def read(self, size: int) -> Slot:
         """Return the slot of the module's ``size`` inputs."""
-        return Slot(
-            self.weight, 0 if self.conv1d else 1, Slice(0, size), contravariant=True
-        )
+        axis = 0 if self.conv1d else 1
+        return Slot(self.weight, axis, Slice(0, size), contravariant=True)
 
     def between(self, out: str | None, into: str | None) -> Axes:
-        """Return the axes of the module, which reads the space ``into`` and writes
-        ``out``.
-        """
+        """Return the axes of the module, which reads ``into`` and writes ``out``."""
         entry = read(into)
-        weight = {self.weight: (entry, out) if self.conv1d else (out, entry)}
-        return merged(weight, {self.bias_name: (out,)} if self.bias else {})
+        weight = (entry, out) if self.conv1d else (out, entry)
+        bias = {self.bias_name: (out,)} if self.bias else {}
+        return {self.weight: weight, **bias}
+
+
+def units(
+    prefix: str, names: str, bias: bool = True, conv1d: bool = False
+) -> Iterator[Units]:
+    """Yield the units of whole modules, by their names after a prefix: ``fc1 fc2``."""
+    for name in names.split():
+        yield Units(prefix + name, bias, conv1d=conv1d)
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,11 @@ class Heads:
     interleaved: bool = False
     ordered: bool = False
 
+    @property
+    def key_count(self) -> int:
+        """The number of key and value heads."""
+        return self.keys or self.count
+
     @classmethod
     def of(
         cls,
@@ -140,9 +148,7 @@ class Heads:
         count: str = "num_attention_heads",
         width: str = "hidden_size",
     ) -> Heads:
-        """Return heads of ``width / count`` units, given the keys of the
-        configuration.
-        """
+        """Return heads of ``width / count`` units, by the configuration's keys."""
         return cls(config[count], config[width] // config[count])
 
 
@@ -171,7 +177,7 @@ class Projections:
     def separate(
         cls,
         p: str,
-        names: Sequence[str],
+        names: str,
         bias: bool = True,
         output_bias: bool | None = None,
     ) -> Projections:
@@ -183,9 +189,10 @@ class Projections:
             bias: whether query, key and value have biases.
             output_bias: whether the output has a bias; ``bias`` if None.
         """
-        last = bias if output_bias is None else output_bias
-        query, key, value = (Units(f"{p}{name}", bias) for name in names[:3])
-        return cls(query, key, value, Units(f"{p}{names[3]}", last))
+        query, key, value, output = units(p, names, bias)
+        if output_bias is not None:
+            output = replace(output, bias=output_bias)
+        return cls(query, key, value, output)
 
     @classmethod
     def fused(
@@ -204,14 +211,14 @@ class Projections:
                 their key and value (GPT-NeoX, Falcon); if False, all queries are first,
                 then all keys, then all values.
         """
-        keys = heads.keys or heads.count
-        shared = heads.count // keys
-        queries, others = (shared, 1) if by_head else (heads.count, keys)
-        starts = [0, queries * heads.dim, (queries + others) * heads.dim]
+        shared = heads.count // heads.key_count
+        queries = shared if by_head else heads.count
+        keys = 1 if by_head else heads.key_count
+        starts = (0, queries * heads.dim, (queries + keys) * heads.dim)
         every = (shared + 2) * heads.dim if by_head else 0
         query, key, value = (
             Units(module, bias, start, every, output.conv1d) for start in starts
         )
-        return cls(
-            replace(query, together=shared if by_head else 1), key, value, output
-        )
+        if by_head:
+            query = replace(query, together=shared)
+        return cls(query, key, value, output)

@@ -1,5 +1,4 @@
-"""Spaces that cross layers, such as the residual stream, and the tensor axes that lie
-in them.
+"""Spaces that cross layers, such as the residual stream, and the axes in them.
 
 A space is a name: ``residual`` is the residual stream, other spaces are hidden units
 between the last layer and the logits. Each axis of a tensor has an entry, which is a
@@ -35,9 +34,7 @@ class Space:
     absent: str = ""
 
     def exists(self, names: Collection[str]) -> bool:
-        """Return whether a model with these tensors has the space, separate from the
-        residual stream.
-        """
+        """Return whether a model with these tensors has the space as a separate one."""
         return (not self.present or self.present in names) and self.absent not in names
 
 
@@ -47,16 +44,12 @@ def read(space: str | None) -> str | None:
 
 
 def linear(module: str, out: str | None, into: str | None) -> Axes:
-    """Return the axes of a ``Linear`` module that reads the space ``into`` and writes
-    ``out``.
-    """
+    """Return the axes of a ``Linear`` module that reads ``into`` and writes ``out``."""
     return {f"{module}.weight": (out, read(into)), f"{module}.bias": (out,)}
 
 
 def norm(module: str, space: str = RESIDUAL) -> Axes:
-    """Return the axes of a ``LayerNorm`` or ``RMSNorm`` module; signs do not act on its
-    gain.
-    """
+    """Return the axes of a ``LayerNorm`` or ``RMSNorm``; no sign acts on its gain."""
     return {f"{module}.weight": (f"|{space}|",), f"{module}.bias": (space,)}
 
 
@@ -72,13 +65,13 @@ def merged(*axes: Axes) -> Axes:
 
 def on_residual(axes: Axes, spaces: Collection[str]) -> Axes:
     """Return the axes with ``spaces`` replaced by the residual stream."""
-    entries = {entry for own in axes.values() for entry in own if entry}
-    renamed = {
-        e: e.replace(space_of(e), RESIDUAL) for e in entries if space_of(e) in spaces
-    }
-    return {
-        name: tuple(renamed.get(e or "", e) for e in own) for name, own in axes.items()
-    }
+
+    def renamed(entry: str | None) -> str | None:
+        if entry and space_of(entry) in spaces:
+            return entry.replace(space_of(entry), RESIDUAL)
+        return entry
+
+    return {name: tuple(map(renamed, entries)) for name, entries in axes.items()}
 
 
 def space_of(entry: str) -> str:
@@ -92,26 +85,19 @@ def spaces_of(axes: Axes) -> set[str]:
 
 
 def read_to_the_end(axes: Axes) -> set[str]:
-    """Return the spaces that task heads map to outputs outside of all spaces, directly
-    or in steps.
+    """Return the spaces that task heads map, also in steps, to outputs without a space.
 
     A space that is itself an output of the model (a bare encoder's hidden states, a
     pooler without a task head) must not be moved, because the output would be moved
     too.
     """
     ends: set[str] = set()
-    entries = (
-        tuple(e and space_of(e) for e in both)
-        for both in axes.values()
-        if len(both) == 2
-    )
-    matrices = list(entries)
     while True:
-        found = {
-            into
-            for out, into in matrices
-            if into and out != into and (out is None or out in ends)
-        }
-        if found <= ends:
+        before = len(ends)
+        for entries in axes.values():
+            if len(entries) == 2:
+                out, into = (entry and space_of(entry) for entry in entries)
+                if into and out != into and (not out or out in ends):
+                    ends.add(into)
+        if len(ends) == before:
             return ends
-        ends |= found

@@ -1,25 +1,69 @@
-"""Task heads that several families share: the spaces that each tensor reads and
-writes.
+"""Task heads that several families share, and what bounds the features that they read.
+
+A task head is described by the spaces that each of its tensors reads and writes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, linear, merged, norm
+
+
+@dataclass(frozen=True)
+class AfterTanh:
+    """Features that are the output of tanh: at most 1.
+
+    Attributes:
+        layer: the end of the name of the layer before tanh.
+    """
+
+    layer: str
+
+
+@dataclass(frozen=True)
+class AfterNorm:
+    """Features that are the output of a norm: its gain and bias bound them.
+
+    Attributes:
+        norm: the module's name with the model's prefix, ``transformer.ln_f``.
+    """
+
+    norm: str
+
+
+@dataclass(frozen=True)
+class Unbounded:
+    """Features without a known bound, and the reason.
+
+    Clients' sums of such features are accepted whatever their size.
+    """
+
+    reason: str
+
+
+#: What bounds the features of a model, see ``Family.features``.
+Features = AfterTanh | AfterNorm | Unbounded
+
+#: For classifiers whose layer before the task head has GELU or ReLU.
+OPEN_ACTIVATION = Unbounded("the activation before the task head has no upper limit")
+
+#: For models whose features may have a bound that no test has measured yet.
+UNMEASURED = Unbounded("no test has measured these models' features")
 
 
 def read_out(
     space: str = RESIDUAL, modules: str = "lm_head score classifier qa_outputs"
 ) -> Axes:
-    """Return linear task heads (language model, sequences, tokens, spans) that read
-    ``space``.
+    """Return linear task heads that read ``space``.
+
+    By default, those of language models, sequences, tokens and spans.
     """
     return merged(*(linear(module, None, space) for module in modules.split()))
 
 
 def two_layers(module: str, hidden: str, last: str = "out_proj") -> Axes:
-    """Return a classifier with a layer of hidden units: ``module.dense`` and
-    ``module.<last>``.
-    """
+    """Return a classifier with hidden units: ``module.dense``, ``module.<last>``."""
     return merged(
         linear(f"{module}.dense", hidden, RESIDUAL),
         linear(f"{module}.{last}", None, hidden),
@@ -33,12 +77,10 @@ def masked_lm(module: str, last_norm: str, decoder: str, space: str = RESIDUAL) 
     embeddings' space. The decoder's bias may be inside the decoder or beside it.
     """
     outer = decoder.rpartition(".")[0]
-    return merged(
-        linear(f"{module}.dense", space, RESIDUAL),
-        norm(f"{module}.{last_norm}", space),
-        linear(decoder, None, space),
-        {f"{outer}.bias": (None,)} if outer else {},
-    )
+    dense = linear(f"{module}.dense", space, RESIDUAL)
+    beside = {f"{outer}.bias": (None,)} if outer else {}
+    after = norm(f"{module}.{last_norm}", space)
+    return merged(dense, after, linear(decoder, None, space), beside)
 
 
 #: The linear task heads of most decoders.
@@ -52,9 +94,11 @@ POOLED = merged(
     linear("qa_outputs", None, RESIDUAL),
 )
 POOLER = "pooler.dense.weight"
+AFTER_POOLER = AfterTanh("pooler.dense")
 
 #: RoBERTa's task heads.
 ROBERTA = merged(
     two_layers("classifier", "classifier"),
     masked_lm("lm_head", "layer_norm", "lm_head.decoder"),
 )
+AFTER_DENSE = AfterTanh("classifier.dense")

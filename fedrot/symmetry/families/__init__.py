@@ -1,5 +1,4 @@
-"""The supported families of models, one module each, and the symmetries that no family
-uses.
+"""The supported families of models, a module each, and symmetries that none uses.
 
 Transformers have further continuous symmetries. They are not used: most of them scale
 weights, which would change weight decay and Adam's steps. A test counts the dimensions
@@ -38,9 +37,10 @@ from fedrot.symmetry.describe.family import Family
 
 def _declared() -> Iterator[Family]:
     """Yield the families that the modules of this package declare."""
-    for found in walk_packages(__path__, f"{__name__}."):
-        values = vars(import_module(found.name)).values()
-        yield from (value for value in values if isinstance(value, Family))
+    for module in walk_packages(__path__, f"{__name__}."):
+        for value in vars(import_module(module.name)).values():
+            if isinstance(value, Family):
+                yield value
 
 
 #: Every supported family. The tests check function preservation for each.

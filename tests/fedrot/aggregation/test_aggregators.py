@@ -58,7 +58,7 @@ class Client:
             "gram": {W: gram, V: gram.clone() if self.copies else gram},
             "fisher": {key: torch.tensor(value) for key, value in self.f.items()},
         }
-        found: dict[str, Any] = {kind: known[kind] for kind in kinds}
+        found = {kind: known[kind] for kind in kinds}
         if self.whole and not self.trained.any():
             for by_name in found.values():
                 del by_name[W]
@@ -104,10 +104,8 @@ def weighted(values: Array, weights: Array, otherwise: Array) -> Array:
 
 
 def mean(given: list[Client], key: str) -> Array:
-    values, shares = (
-        np.stack([c.values[key] for c in given]),
-        np.array([c.share for c in given]),
-    )
+    values = np.stack([c.values[key] for c in given])
+    shares = np.array([c.share for c in given])
     every = np.tensordot(shares / shares.sum(), values, 1)
     return (
         every
@@ -127,7 +125,8 @@ def fisher(given: list[Client], key: str, floor: float = 0.0) -> Array:
         for c in given
     )
     weights = np.stack([c.share * c.rows(key) * c.f[key] for c in given])
-    total, plain = weights.sum(0) + floor * common, mean(given, key)
+    total = weights.sum(0) + floor * common
+    plain = mean(given, key)
     apart = (weights * (np.stack([c.values[key] for c in given]) - plain)).sum(0)
     return plain + apart / np.where(total > 0, total, 1)
 
@@ -140,12 +139,15 @@ def regmean(
     Rows that one of them has not trained, and inputs that are 0 at all of them, are the
     mean.
     """
-    found, some = mean(given, key), [c for c in given if c.rows(key).any()]
-    total, product = np.zeros((IN, IN)), np.zeros((OUT, IN))
+    found = mean(given, key)
+    some = [c for c in given if c.rows(key).any()]
+    total = np.zeros((IN, IN))
+    product = np.zeros((OUT, IN))
     for c in some:
         gram = c.x.T @ c.x / len(c.x)
         shrunk = c.share * (alpha * gram + np.diag((1 - alpha) * np.diag(gram) + beta))
-        total, product = total + shrunk, product + c.values[key] @ shrunk
+        total = total + shrunk
+        product = product + c.values[key] @ shrunk
     seen = np.diag(total) > 0
     solved = found.copy()
     solved[:, seen] = np.linalg.solve(total[np.ix_(seen, seen)], product[:, seen].T).T
@@ -244,8 +246,9 @@ def test_dtypes_stay_and_sums_are_wide(
     assert np.abs(found.double().numpy() - case.oracle(given_, W)).max() <= error * 30
 
 
-ONES, BIAS = torch.ones(OUT, IN), torch.ones(OUT)
-BAD_UPDATES: Mapping[str, dict[str, Any]] = {
+ONES = torch.ones(OUT, IN)
+BIAS = torch.ones(OUT)
+BAD_UPDATES = {
     **{f"weight {w}": {"weight": w} for w in (1e39, float("nan"), 0.0)},
     "a tensor is missing": {"update": {W: ONES, V: ONES}},
     "a tensor is extra": {"update": {W: ONES, V: ONES, B: BIAS, "more": BIAS}},
@@ -257,7 +260,8 @@ BAD_VALUES = {"trained": BIAS, "gram": -torch.eye(IN), "fisher": -ONES}
 
 
 def bad(case: Case) -> dict[str, dict[str, Any]]:
-    found, good = dict(BAD_UPDATES), clients(9)[0].sent(case.kinds)[2]
+    found = dict(BAD_UPDATES)
+    good = clients(9)[0].sent(case.kinds)[2]
     for kind in ("trained", *case.kinds):
         found[kind] = {"statistics": {**good, kind: {W: BAD_VALUES[kind]}}}
     if case.kinds:

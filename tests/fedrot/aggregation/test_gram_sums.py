@@ -11,17 +11,6 @@ from tests.fedrot.oracles import seeded
 EPS = torch.finfo(torch.float64).eps
 
 
-@pytest.mark.parametrize("width", range(1, 9))
-def test_the_root_of_a_metric_gives_its_norm(width: int) -> None:
-    x, matrix = (
-        torch.randn(n, 8, generator=seeded(n), dtype=torch.float64) for n in (width, 15)
-    )
-    x[:, 3] = 0
-    gram = x.mT @ x
-    rooted = Inverse(gram, EPS).rooted(matrix)
-    assert torch.allclose(rooted @ rooted.mT, matrix @ gram @ matrix.mT, atol=1e-8)
-
-
 @pytest.mark.parametrize("last", [0.3, 1e-2, 1e-3])
 @pytest.mark.parametrize("seed", range(5))
 def test_an_unseen_direction_is_found_wherever_it_points(

@@ -57,7 +57,8 @@ def test_integers_and_booleans_are_averaged_and_rounded(masked: bool) -> None:
     "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 )
 def test_means_of_the_largest_and_smallest_integers(dtype: torch.dtype) -> None:
-    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    least = torch.iinfo(dtype).min
+    most = torch.iinfo(dtype).max
     ends = {"steps": torch.tensor([least, most], dtype=dtype)}
     found = folded([ends, ends], [1.0, 3.0]).result()["steps"].tolist()
     assert found[0] == least
@@ -111,7 +112,8 @@ def test_sums_are_kept_in_float32_for_half_precision(masked: bool) -> None:
 def test_the_last_result_is_the_same_and_takes_no_copy() -> None:
     mean, other = (folded(mixed(), [1.0, 2.0, 3.0, 4.0]) for _ in range(2))
     held = {name: tensor.data_ptr() for name, tensor in mean.current.items()}
-    expected, found = other.result(), mean.result("cpu", last=True)
+    expected = other.result()
+    found = mean.release()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     places = {name: t.data_ptr() for name, t in found.items() if t.is_floating_point()}
     assert places == {name: held[name] for name in ("weight", "scale")}

@@ -56,16 +56,15 @@ def test_unseen_directions_keep_the_mean_and_seen_ones_are_solved(
     basis = rng.normal(size=(4, IN)) * 10.0 ** rng.uniform(-2, 2, size=IN)
     basis[:, dead] = 0
     data = [rng.normal(size=(25, rank)) @ basis[:rank] for rank in ranks]
-    weights, shares = (
-        [rng.normal(size=(OUT, IN)) for _ in ranks],
-        [1.0, 3.0, 2.0][: len(ranks)],
-    )
+    weights = [rng.normal(size=(OUT, IN)) for _ in ranks]
+    shares = [1.0, 3.0, 2.0][: len(ranks)]
     grams = [x.T @ x / 25 for x in data]
     regmean, found = added(
         [client(w, g, s, kind) for w, g, s in zip(weights, grams, shares, strict=True)]
     )
     found = found if kind == "gram" else found.T
-    mean, rank = plain(weights, shares), max(ranks)
+    mean = plain(weights, shares)
+    rank = max(ranks)
     assert np.abs(found[:, dead] - mean[:, dead]).max(initial=0) <= 1e-12
     unseen = np.linalg.svd(basis[:rank])[2][rank:]
     assert np.abs((found - mean) @ unseen.T).max() <= 1e-8
@@ -151,7 +150,7 @@ def test_layers_that_share_a_matrix_are_factorised_once(
         regmean.add(
             update, 1.0, {"gram": dict(zip(names, [one] * 3 + [other], strict=True))}
         )
-    calls: list[Tensor] = []
+    calls = []
     real = torch.linalg.cholesky_ex
     monkeypatch.setattr(
         torch.linalg, "cholesky_ex", lambda m: (calls.append(m), real(m))[1]
@@ -178,13 +177,16 @@ def test_scrambled_clients_give_the_same_regmean_with_transport_only(
     for seed, (state, moved, alignment) in enumerate(
         scrambled(state_of(name), symmetry, parts)
     ):
-        weight, rows = 1.0 + seed, 6 + 2 * seed
+        weight = 1.0 + seed
+        rows = 6 + 2 * seed
         direct.add(state, weight, grams_of(name, state, rows))
         mean.add(state, weight)
-        statistics, aligned = grams_of(name, moved, rows), alignment.apply(moved)
+        statistics = grams_of(name, moved, rows)
+        aligned = alignment.apply(moved)
         transported.add(aligned, weight, alignment.transport(statistics))
         raw.add(aligned, weight, statistics)
-    expected, without = direct.result(), raw.result()
+    expected = direct.result()
+    without = raw.result()
     assert largest_difference(transported.result(), expected) <= 1e-8
     assert largest_difference(mean.result(), expected) > 1e-3
     far = [

@@ -44,7 +44,8 @@ CHOICES = [
 
 @pytest.mark.parametrize(("name", "parts"), CHOICES)
 def test_alignment_undoes_a_random_element(name: str, parts: tuple[str, ...]) -> None:
-    state, symmetry = state_of(name), symmetry_for(name)
+    state = state_of(name)
+    symmetry = symmetry_for(name)
     moved = fedrot.random_equivalent(state, symmetry, 3, parts)
     alignment = fedrot.align(
         moved, state, symmetry, fedrot.AlignmentOptions(parts=parts)
@@ -149,7 +150,8 @@ def test_dtypes_return_as_they_came_and_inputs_are_left_alone(
 
 
 def test_parameters_and_strided_tensors_give_the_same_answer() -> None:
-    anchor, symmetry = state_of(NAME, 1), symmetry_for(NAME)
+    anchor = state_of(NAME, 1)
+    symmetry = symmetry_for(NAME)
     model = fresh_model(NAME)
     plain = fedrot.align(model.state_dict(), anchor, symmetry, EAGER).apply(
         model.state_dict()
@@ -172,7 +174,7 @@ def test_parameters_and_strided_tensors_give_the_same_answer() -> None:
 def test_tied_tensors_stay_tied(name: str) -> None:
     model = fresh_model(name)
     state = model.state_dict()
-    pointers: dict[int, list[str]] = defaultdict(list)
+    pointers = defaultdict(list)
     for key, tensor in state.items():
         pointers[tensor.data_ptr()].append(key)
     expected = sorted(sorted(keys) for keys in pointers.values() if len(keys) > 1)
@@ -190,7 +192,8 @@ def test_tied_tensors_stay_tied(name: str) -> None:
 
 
 def test_an_anchor_reused_for_a_round_gives_the_same_alignments() -> None:
-    anchor, symmetry = state_of(NAME), symmetry_for(NAME)
+    anchor = state_of(NAME)
+    symmetry = symmetry_for(NAME)
     reused = fedrot.Anchor(anchor)
     for seed in range(3):
         update = fedrot.random_equivalent(near(anchor, 0.05, seed), symmetry, seed)

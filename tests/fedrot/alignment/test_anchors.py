@@ -107,10 +107,11 @@ def test_each_update_is_aligned_to_its_anchor_and_inputs_stay(anchor: str) -> No
     """To the broadcast model, or to the weighted mean of the aligned updates before
     it.
     """
-    broadcast, symmetry = state_of(NAME), symmetry_for(NAME)
+    broadcast = state_of(NAME)
+    symmetry = symmetry_for(NAME)
     clients = [(state_of(NAME, 60 + i), weight) for i, weight in enumerate(WEIGHTS)]
     _, results = _round(clients, broadcast, symmetry, anchor)
-    aligned: Round = []
+    aligned = []
     for i, (result, weight) in enumerate(zip(results, WEIGHTS, strict=True)):
         to = broadcast if anchor == "global" or i == 0 else _mean(aligned)
         update = state_of(NAME, 60 + i)
@@ -123,8 +124,10 @@ def test_each_update_is_aligned_to_its_anchor_and_inputs_stay(anchor: str) -> No
 
 @ANCHOR
 def test_updates_are_read_lazily_and_a_bad_one_is_refused(anchor: str) -> None:
-    broadcast, symmetry = state_of(NAME), symmetry_for(NAME)
-    clients, read = _clients(broadcast), list[int]()
+    broadcast = state_of(NAME)
+    symmetry = symmetry_for(NAME)
+    clients = _clients(broadcast)
+    read = list[int]()
     clients[3][0]["bert.encoder.layer.0.intermediate.dense.weight"][0, 0] = float("nan")
 
     def updates() -> Iterator[tuple[State, float]]:
@@ -148,7 +151,8 @@ def test_updates_are_read_lazily_and_a_bad_one_is_refused(anchor: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_embeddings_tell_one_base_from_another(name: str) -> None:
-    base, symmetry = state_of(name), symmetry_for(name)
+    base = state_of(name)
+    symmetry = symmetry_for(name)
     inside = fedrot.random_equivalent(base, symmetry, 1, FULL)
     for same in (base, inside):
         assert base_cosine(same, base, symmetry) == pytest.approx(1, abs=1e-12)
@@ -184,7 +188,8 @@ def test_the_cosine_is_that_of_the_matrices_of_the_stream(
 ) -> None:
     """In any precision; of large ones, rows at even distances are compared."""
     monkeypatch.setattr(anchors, "_COMPARED", compared)
-    one, other = state_of(NAME, dtype=ours), near(state_of(NAME, dtype=theirs), 0.7)
+    one = state_of(NAME, dtype=ours)
+    other = near(state_of(NAME, dtype=theirs), 0.7)
     names = [
         f"bert.embeddings.{action}_embeddings.weight"
         for action in ("word", "position", "token_type")
@@ -222,8 +227,10 @@ def test_other_basis_updates_are_aligned_by_their_own_options_and_evidence(
     """Evidence is asked for only where the residual stream is matched; empty one
     changes nothing.
     """
-    broadcast, symmetry = state_of(NAME), symmetry_for(NAME)
-    clients, asked = _clients(broadcast, 0.02), list[float]()
+    broadcast = state_of(NAME)
+    symmetry = symmetry_for(NAME)
+    clients = _clients(broadcast, 0.02)
+    asked = list[float]()
     moved = list(clients)
     for i in (1, 3):
         update = fedrot.random_equivalent(
@@ -265,11 +272,10 @@ def test_evidence_decides_what_weights_leave_open() -> None:
     """Activations of both models, handed on as they were given: the oracle is ``align``
     itself.
     """
-    broadcast, update = (
-        state_of(NAME, dtype=torch.float32),
-        state_of(NAME, 5, torch.float32),
-    )
-    symmetry, drawn = symmetry_for(NAME), [0]
+    broadcast = state_of(NAME, dtype=torch.float32)
+    update = state_of(NAME, 5, torch.float32)
+    symmetry = symmetry_for(NAME)
+    drawn = [0]
 
     def initialised() -> Any:
         before = torch.random.get_rng_state()
@@ -299,7 +305,8 @@ def test_clients_that_trained_far_from_one_start_share_a_basis(anchor: str) -> N
     """Their cosine with the broadcast model is above the limit; that with each other is
     not.
     """
-    base, symmetry = state_of(NAME), symmetry_for(NAME)
+    base = state_of(NAME)
+    symmetry = symmetry_for(NAME)
     updates = [near(base, 2.5, seed) for seed in (1, 2)]
     assert all(base_cosine(update, base, symmetry) > SAME_BASIS for update in updates)
     assert base_cosine(*updates, symmetry) < SAME_BASIS
@@ -335,8 +342,10 @@ def test_an_anchor_forgets_whom_it_was_not_moved_towards() -> None:
     """An update is aligned to it and dropped; the next one is aligned to the broadcast
     model.
     """
-    base, symmetry = state_of(NAME), symmetry_for(NAME)
-    broadcast, refused = Anchor(base), list[Anchor]()
+    base = state_of(NAME)
+    symmetry = symmetry_for(NAME)
+    broadcast = Anchor(base)
+    refused = list[Anchor]()
 
     def find(update: Tensors, to: Anchor) -> Alignment:
         if any(to is one for one in refused):

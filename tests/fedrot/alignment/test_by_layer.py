@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Mean
@@ -174,7 +173,7 @@ def test_the_parts_together_are_the_whole(
     anchor, client = models(family)
     options = options_of(which, symmetry)
     alignment = fedrot.align(client, anchor, symmetry, options)
-    moved: dict[str, Tensor] = {}
+    moved = {}
     reports = []
     with Pretend():
         for part in align_by_layer(client, anchor, symmetry, options, PLACES[where]):
@@ -185,7 +184,8 @@ def test_the_parts_together_are_the_whole(
     assert {n: t.dtype for n, t in moved.items()} == {
         n: t.dtype for n, t in client.items()
     }
-    report, wanted = merged_report(reports, symmetry), alignment.report
+    report = merged_report(reports, symmetry)
+    wanted = alignment.report
     assert report.before == pytest.approx(wanted.before, rel=1e-6)
     assert report.after == pytest.approx(
         wanted.after, rel=1e-6, abs=1e-6 * wanted.before
@@ -233,7 +233,8 @@ def test_a_mean_folded_by_layer_is_that_of_a_round(where: str) -> None:
         {name: by * tensor for name, tensor in first.items()} for by in (0.9, 1.1)
     )
     clients = [(first, 3.0), (second, 1.0), (third, 2.0)]
-    wanted, mean = Mean(), Mean()
+    wanted = Mean()
+    mean = Mean()
     for result in fedrot.align_round(clients, broadcast, symmetry):
         wanted.add(result.tensors, result.weight)
     with Pretend() as device:
@@ -272,7 +273,8 @@ def test_statistics_of_what_moves_move_with_it_whatever_comes_beside_them(
         "fisher": {labels: torch.ones(symmetry.shapes[labels])},
     }
     alignment = fedrot.align(moved, anchor, symmetry)
-    wanted, mean = Mean(), Mean()
+    wanted = Mean()
+    mean = Mean()
     wanted.add(anchor, 1.0)
     wanted.add(alignment.apply(moved), 3.0, alignment.transport(statistics))
     with Pretend():
@@ -364,7 +366,7 @@ class AtOnce(Executor):
     def submit(
         self, run: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
-        done: Future[Any] = Future()
+        done = Future()
         done.set_result(run(*args, **kwargs))
         return done
 

@@ -28,7 +28,8 @@ from fedrot.alignment.diagnosis import (
 from tests.models import LAYERS, State, near, squared_distance, state_of, symmetry_for
 
 NAME = "bert-classifier"
-BASE, SYMMETRY = state_of(NAME), symmetry_for(NAME)
+BASE = state_of(NAME)
+SYMMETRY = symmetry_for(NAME)
 
 
 def trained(base: State, count: int = 3) -> list[State]:
@@ -238,7 +239,5 @@ def test_what_cannot_be_diagnosed_is_refused() -> None:
     with pytest.raises(fedrot.UpdateError, match="has shape"):
         diagnosis({**BASE, "classifier.weight": torch.zeros(2, 2)}, [BASE])
     fixed = replace(SYMMETRY, refused={"residual": "fixed positions"})
-    with pytest.raises(
-        fedrot.SymmetryError, match="'residual' cannot be moved: fixed positions"
-    ):
+    with pytest.raises(fedrot.SymmetryError, match=r"'residual'.*fixed positions"):
         fedrot.diagnose(BASE, [state_of(NAME, 2)], fixed)

@@ -43,10 +43,8 @@ def _learn(batches: Any = None, factor: float = 1.0, **given: Any) -> Any:
     anchor, update, symmetry = state_of(NAME), state_of(NAME, 4), symmetry_for(NAME)
     start = fedrot.align(update, anchor, symmetry)
     spoilt = {name: factor * tensor for name, tensor in anchor.items()}
-    batches, options = (
-        _batches() if batches is None else batches,
-        LearningOptions(**given),
-    )
+    batches = _batches() if batches is None else batches
+    options = LearningOptions(**given)
     loss = loss_of(fresh_model(NAME).eval())
     return learn_alignment(
         loss, batches, update, spoilt, symmetry, start, options

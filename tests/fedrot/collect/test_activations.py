@@ -4,7 +4,6 @@ else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -76,11 +75,12 @@ def correlation(a: Array, c: Array) -> Array:
 
 
 def covariance(a: Array, c: Array) -> Array:
-    x, y = a - a.mean(0), c - c.mean(0)
+    x = a - a.mean(0)
+    y = c - c.mean(0)
     return np.asarray(x.T @ y / np.sqrt((x**2).sum() * (y**2).sum()))
 
 
-MOMENTS: dict[str, Callable[[Array, Array], Array]] = {
+MOMENTS = {
     "correlation": correlation,
     "covariance": covariance,
 }
@@ -94,7 +94,8 @@ def test_moments_of_heads_and_units_are_those_of_the_oracle(
     """Neurons after their activation, hidden units of the head where they are read;
     padding apart.
     """
-    names, batches = CASES[name].names, PADDED + tokens(name, 8)
+    names = CASES[name].names
+    batches = PADDED + tokens(name, 8)
     models = pair_of(name)
     rows = [rows_of(model, batches) for model in models]
     options = {"heads": how, "units": how}
@@ -130,7 +131,8 @@ def test_the_residual_stream_is_seen_where_it_was_asked_for(
     name: str, residual: str
 ) -> None:
     """Queries, keys and values read one tensor, which counts once."""
-    models, names = pair_of(name), CASES[name].names
+    models = pair_of(name)
+    names = CASES[name].names
     found = fedrot.collect_activations(*models, PADDED, symmetry_for(name), residual)
     if residual == "identity":
         assert "residual" not in found.matrices
@@ -155,7 +157,8 @@ def test_activations_of_every_call_count(name: str) -> None:
     """ALBERT's layers run once for each layer; queries of DeBERTa read positions,
     too.
     """
-    model, symmetry = families.model_of(name), families.symmetry_for(name)
+    model = families.model_of(name)
+    symmetry = families.symmetry_for(name)
     batch = batch_of(4, 3, 7, 3, families.VOCABULARY)
     sites = [
         s
@@ -164,7 +167,8 @@ def test_activations_of_every_call_count(name: str) -> None:
         for s in _sites(group, model)
     ]
     outputs = [site for site in sites if site.output]
-    found, rows = _run(model, outputs, batch), rows_of(model, [batch])
+    found = _run(model, outputs, batch)
+    rows = rows_of(model, [batch])
     assert outputs
     for site in outputs:
         _, expected = rows[site.module]
@@ -216,7 +220,8 @@ def test_activations_that_overflow_are_refused(place: int, which: str) -> None:
 
 def test_a_rotated_stream_needs_canonical_tensors() -> None:
     name = "llama"
-    model, symmetry = families.model_of(name), families.symmetry_for(name)
+    model = families.model_of(name)
+    symmetry = families.symmetry_for(name)
     with pytest.raises(UpdateError, match="gain other than 1"):
         fedrot.collect_activations(
             model, model, [families.inputs(name)], symmetry.rotated
@@ -246,7 +251,8 @@ def seen_of(
 )
 def test_activations_bring_a_random_element_back(name: str, weight: float) -> None:
     """With weight 1 they do it alone: the client's weights are noise."""
-    state, symmetry = state_of(name), symmetry_for(name)
+    state = state_of(name)
+    symmetry = symmetry_for(name)
     if "pre_classifier.bias" in state:
         # A dead ReLU says nothing about its place.
         state["pre_classifier.bias"] += 4

@@ -105,7 +105,7 @@ def tiny(
     labels: int, problem: str | None = None, task: str = "ForSequenceClassification"
 ) -> Any:
     """Return a one-layer model of its own, float64."""
-    settings: dict[str, Any] = {**TINY, "num_labels": labels, "problem_type": problem}
+    settings = {**TINY, "num_labels": labels, "problem_type": problem}
     build = getattr(transformers, f"Bert{task}")
     return randomise(build(transformers.BertConfig(**settings)).double()).eval()
 
@@ -114,7 +114,7 @@ def tiny(
 
 FOUR_TOKENS = {"input_ids": inputs()["input_ids"][:, :4]}
 #: Model, its batch, and the likelihoods of its own labels.
-EXACT: dict[str, tuple[Callable[[], Any], Batch, Likelihoods]] = {
+EXACT = {
     "two labels": (lambda: tiny(2), batch_of(1), one_label),
     "several labels": (
         lambda: tiny(3, "multi_label_classification"),
@@ -190,9 +190,7 @@ def some_tokens(ids: Tensor) -> Tensor:
 SETS = [[0.0, 1, 1], [1, 0, 0], [0, 0, 0]]
 #: Model, its batch, labels, and what makes its loss the sum of log likelihoods of a
 #: row.
-EMPIRICAL: dict[
-    str, tuple[Callable[[], Any], Batch, Any, Callable[[Tensor], float]]
-] = {
+EMPIRICAL = {
     "one label": (
         lambda: tiny(12, "single_label_classification"),
         batch_of(1),
@@ -280,7 +278,8 @@ def test_many_labels_at_once_are_sampled_from_the_model() -> None:
     """The gradient of a label's bias is ``1 - p`` for a label that is on, ``-p`` for
     one that is off.
     """
-    model, row = tiny(9, "multi_label_classification"), batch_of(1, rows=1)
+    model = tiny(9, "multi_label_classification")
+    row = batch_of(1, rows=1)
     p = model(**row).logits[0].detach().sigmoid()
     found = torch.stack(
         [
@@ -332,7 +331,8 @@ def test_the_mask_of_a_decoder_is_its_own() -> None:
 
 
 def test_samples_depend_on_the_seed_alone() -> None:
-    model, batch = tiny(9), batch_of(1)
+    model = tiny(9)
+    batch = batch_of(1)
     state = torch.get_rng_state()
     first, again, other = (
         fedrot.collect_fisher(model, [batch], seed=seed)["fisher"] for seed in (3, 3, 4)

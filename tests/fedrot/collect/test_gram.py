@@ -63,7 +63,7 @@ def check(model: nn.Module, batches: Sequence[Any], mask_of: MaskOf = of_text) -
     """
     found = fedrot.collect_gram(model, batches)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    seen: dict[str, set[str]] = {}
+    seen = {}
     for name, (rows, _) in rows_of(model, batches, mask_of).items():
         layer = model.get_submodule(name)
         if id(layer.weight) in tables:
@@ -81,7 +81,7 @@ def check(model: nn.Module, batches: Sequence[Any], mask_of: MaskOf = of_text) -
 
 # Real models
 
-ENCODERS: dict[str, Callable[[], Any]] = {
+ENCODERS = {
     **{
         name: partial(fresh_model, name)
         for name in (
@@ -112,7 +112,7 @@ def test_statistics_of_every_layer_are_sums_over_tokens(name: str) -> None:
 #: Models with a batch: choices of a question are sequences like any other; a layer of
 #: DeBERTa that reads positions, as many as rows times tokens of the first batch or not,
 #: has its own matrix; a decoder that reads the encoder's tokens has their mask.
-OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+OTHERS = {
     "choices": (partial(fresh_model, "bert-choice"), partial(inputs, "bert-choice")),
     "as many positions": (
         partial(model_of, "deberta-v3"),
@@ -131,7 +131,8 @@ def test_statistics_of_other_models_are_sums_over_tokens(name: str) -> None:
 
 def two_texts(length: int, masked: bool = True) -> dict[str, Tensor]:
     """Return a text of 6 tokens and what the decoder reads, both padded."""
-    text, answer = few_words(2, 3, 6, 3), few_words(3, 3, length, 1)
+    text = few_words(2, 3, 6, 3)
+    answer = few_words(3, 3, length, 1)
     found = {**text, "decoder_input_ids": answer["input_ids"]}
     return found | (
         {"decoder_attention_mask": answer["attention_mask"]} if masked else {}
@@ -174,7 +175,8 @@ def test_a_decoder_reads_the_text_through_a_projection_too() -> None:
 
 
 def test_an_encoders_output_may_be_given() -> None:
-    model, batch = model_of("t5-gated").eval(), two_texts(6)
+    model = model_of("t5-gated").eval()
+    batch = two_texts(6)
     with torch.no_grad():
         encoded = model.encoder(batch["input_ids"], batch["attention_mask"])
     given = {key: value for key, value in batch.items() if key != "input_ids"}
@@ -196,10 +198,11 @@ def test_labels_become_a_decoders_inputs_only_if_it_has_none(
     name: str, embedded: bool
 ) -> None:
     """The usual batch of sequence-to-sequence training has no inputs of the decoder."""
-    model, given = model_of(name), few_words(2, 2, 6, 3)
+    model = model_of(name)
+    given = few_words(2, 2, 6, 3)
     labels = torch.tensor([[5, 9, 7, 1], [8, 6, -100, -100]])
     ids = model.prepare_decoder_input_ids_from_labels(labels=labels)
-    collectors: list[Any] = [fedrot.collect_gram]
+    collectors = [fedrot.collect_gram]
     if embedded:
         given["decoder_inputs_embeds"] = model.get_input_embeddings()(ids).detach()
         full = given
@@ -232,7 +235,8 @@ class Paths(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right, self.last = (nn.Linear(4, 4) for _ in range(3))
-        self.again, self.unused = self.last, nn.Linear(5, 5)
+        self.again = self.last
+        self.unused = nn.Linear(5, 5)
         randomise(self)
 
     def forward(self, x: Tensor, how: str = "") -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ def activations(model: Any, batches: Iterable[Any]) -> Mapping[str, Tensor]:
     return seen.matrices
 
 
-COLLECTORS: dict[str, Callable[[Any, Iterable[Any]], Mapping[str, Tensor]]] = {
+COLLECTORS = {
     "gram": lambda model, batches: fedrot.collect_gram(model, batches)["gram"],
     "fisher": lambda model, batches: fedrot.collect_fisher(model, batches)["fisher"],
     "classes": lambda model, batches: vars(
@@ -45,7 +45,8 @@ def test_a_model_is_left_as_it_was(collector: str) -> None:
     """Modes, hooks, weights and gradients; dropout is off while statistics are
     collected.
     """
-    collect, model = COLLECTORS[collector], fresh_model(NAME).train()
+    collect = COLLECTORS[collector]
+    model = fresh_model(NAME).train()
     model.bert.encoder.layer[1].eval()
     model.bert.encoder.layer[0].attention.output.requires_grad_(False)
     modes = {name: module.training for name, module in model.named_modules()}

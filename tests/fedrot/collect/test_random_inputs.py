@@ -27,25 +27,23 @@ LAST = VOCABULARY - 1
 #: Members of families, by name, with an end-of-text token other than the usual one.
 ENDS = {"clip": LAST, "clip, first": 2, "clip-text": 3}
 MODELS = (
-    *(
-        "bert",
-        "roberta",
-        "gpt2",
-        "gpt2-classifier",
-        "gpt2-classifier, unpadded",
-        "llama",
-        "t5",
-    ),
-    *(
-        "t5-classifier",
-        "t5-encoder",
-        "bart",
-        "bart-classifier",
-        "clip",
-        "clip, first",
-        "clip-text",
-    ),
-    *("vit", "deit", "clip-image"),
+    "bert",
+    "roberta",
+    "gpt2",
+    "gpt2-classifier",
+    "gpt2-classifier, unpadded",
+    "llama",
+    "t5",
+    "t5-classifier",
+    "t5-encoder",
+    "bart",
+    "bart-classifier",
+    "clip",
+    "clip, first",
+    "clip-text",
+    "vit",
+    "deit",
+    "clip-image",
 )
 IMAGES = ("vit", "deit", "clip-image")
 READS_TEXT = [name for name in MODELS if name not in IMAGES]
@@ -162,7 +160,7 @@ def test_the_same_seed_gives_the_same_inputs() -> None:
 
 @pytest.mark.parametrize("special", [[], [0, 4, 9]])
 def test_all_other_words_are_drawn_evenly(special: list[int]) -> None:
-    settings: dict[str, Any] = {"vocab_size": 11}
+    settings = {"vocab_size": 11}
     settings |= {"eos_token_id": [4, 9], "pad_token_id": 0} if special else {}
     ids = torch.cat([batch["input_ids"][:, :-1] for batch in drawn(settings, 4000)])
     assert ids.dtype == torch.int64
@@ -245,7 +243,5 @@ def test_images_are_as_many_as_have_the_tokens_of_the_texts(
 def test_what_reads_neither_words_nor_images_is_refused(
     settings: dict[str, Any],
 ) -> None:
-    with pytest.raises(
-        fedrot.SymmetryError, match="neither a 'vocab_size' nor an 'image_size'"
-    ):
+    with pytest.raises(fedrot.SymmetryError, match="'vocab_size' nor"):
         drawn(settings)

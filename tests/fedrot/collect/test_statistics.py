@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -140,16 +139,17 @@ def test_bad_values_are_refused_by_kind_and_tensor(kind: str, what: str) -> None
 @EVERY
 def test_tensors_of_another_shape_and_unknown_ones_are_refused(kind: str) -> None:
     """One object for two layers is checked against both."""
-    value, shape = CASES[kind].good[-1], CASES[kind].shape
+    value = CASES[kind].good[-1]
+    shape = CASES[kind].shape
     check_statistics({kind: {"w": value, "same": value}}, {"w": shape, "same": shape})
     for names in (("w", "other"), ("other", "w")):
         with pytest.raises(UpdateError, match="'other'"):
             check_statistics(
                 {kind: dict.fromkeys(names, value)}, {"w": shape, "other": (4, 4)}
             )
-    with pytest.raises(UpdateError, match="'nowhere' belong to no tensor"):
+    with pytest.raises(UpdateError, match="'nowhere'"):
         check_statistics({kind: {"nowhere": value}}, {"w": shape})
-    with pytest.raises(UpdateError, match="'nowhere' belong to no tensor"):
+    with pytest.raises(UpdateError, match="'nowhere'"):
         transport_statistics({kind: {"nowhere": value}}, (), {"w": shape})
     if kind not in ("trained", "fisher"):
         with pytest.raises(UpdateError, match="no matrix"):
@@ -202,7 +202,8 @@ def random_alignment(
     name: str, wanted: Callable[[Group], bool] = lambda group: True
 ) -> fedrot.Alignment:
     """Return a random element of every group that is wanted."""
-    symmetry, rng = symmetry_for(name), seeded(1)
+    symmetry = symmetry_for(name)
+    rng = seeded(1)
     parts = tuple(part for part in EVERYTHING if part not in symmetry.refused)
     chosen = [group for group in symmetry.select(parts) if wanted(group)]
     moves = tuple(Move(group, group.action.random(rng)) for group in chosen)
@@ -224,7 +225,8 @@ def grams_of(name: str, state: State) -> dict[str, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_gram_matrices_follow_a_random_element_of_all_parts(name: str) -> None:
-    state, alignment = state_of(name), random_alignment(name)
+    state = state_of(name)
+    alignment = random_alignment(name)
     before, after = (grams_of(name, s) for s in (state, alignment.apply(state)))
     kept = {
         kind: {k: v.clone() for k, v in by_name.items()}
@@ -236,7 +238,8 @@ def test_gram_matrices_follow_a_random_element_of_all_parts(name: str) -> None:
         assert moved[kind].keys() == expected.keys()
         far = set()
         for key, value in expected.items():
-            found, old = moved[kind][key], before[kind][key]
+            found = moved[kind][key]
+            old = before[kind][key]
             assert value.dtype == found.dtype == torch.float64
             assert (found - value).abs().max() <= 1e-9 * value.abs().max(), key
             assert torch.equal(old, kept[kind][key])
@@ -267,7 +270,8 @@ def squares_of(name: str, state: State) -> State:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_squares_of_gradients_follow_what_does_not_rotate(name: str) -> None:
-    state, alignment = state_of(name), random_alignment(name, stays)
+    state = state_of(name)
+    alignment = random_alignment(name, stays)
     before, after = (squares_of(name, s) for s in (state, alignment.apply(state)))
     scale = max(float(value.max()) for value in after.values())
     moved = alignment.transport({"fisher": before})["fisher"]
@@ -325,7 +329,8 @@ LAYER = "bert.encoder.layer.0.attention"
 
 
 def test_masks_of_all_rows_or_none_pass_a_rotation_and_others_do_not() -> None:
-    alignment, key = random_alignment("bert", rotates), f"{LAYER}.self.query.weight"
+    alignment = random_alignment("bert", rotates)
+    key = f"{LAYER}.self.query.weight"
     some = torch.arange(24) < 5
     for mask in (torch.tensor(True), torch.tensor(False), some | True, some & False):
         assert torch.equal(
@@ -359,9 +364,10 @@ def test_shared_matrices_stay_shared_and_one_object_moves_as_each_name_does() ->
 
 def test_several_kinds_travel_together_and_dtypes_stay() -> None:
     alignment = random_alignment("bert", stays)
-    key, mask = f"{LAYER}.output.dense.weight", torch.arange(24) < 5
+    key = f"{LAYER}.output.dense.weight"
+    mask = torch.arange(24) < 5
     gram = fedrot.collect_gram(model_of("bert"), [inputs("bert")])["gram"][key]
-    sent: dict[str, Any] = {
+    sent = {
         "gram": gram,
         "fisher": torch.ones(24, 24).bfloat16(),
         "trained": mask,

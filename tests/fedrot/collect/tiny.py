@@ -19,7 +19,7 @@ Batch = Mapping[str, Tensor]
 CONV1D = transformers.pytorch_utils.Conv1D
 
 #: Settings of models of one layer, or of one layer that is run often.
-TINY: dict[str, Any] = {
+TINY = {
     "vocab_size": VOCABULARY,
     "hidden_size": 8,
     "num_hidden_layers": 1,
@@ -30,7 +30,7 @@ TINY: dict[str, Any] = {
 
 
 #: Settings that other families name otherwise.
-OTHER: dict[str, Any] = {
+OTHER = {
     "distilbert": {"dim": 8, "n_layers": 1, "n_heads": 2, "hidden_dim": 12},
     "gpt2": {"n_embd": 8, "n_layer": 1, "n_head": 2, "pad_token_id": 0},
 }
@@ -73,8 +73,8 @@ def rows_of(
     """Return what every linear module reads and returns, float64 ``[tokens, units]``,
     from loops.
     """
-    found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-    batch: Any = {}
+    found = {}
+    batch = {}
 
     def keep(name: str, _: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         (given,) = (*args, *kwargs.values())

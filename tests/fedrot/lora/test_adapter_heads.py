@@ -72,7 +72,7 @@ def test_the_head_beside_an_adapter_is_that_of_the_merged_model(
 
 
 def test_adapters_without_one_task_head_are_refused() -> None:
-    with pytest.raises(FedrotError, match="has 0 layers named classifier, score"):
+    with pytest.raises(FedrotError, match="classifier, score"):
         adapter_task_head_of(adapter_tensors(adapted("bert")))
     with pytest.raises(FedrotError, match="has 2 layers"):
         adapter_task_head_of(

@@ -37,7 +37,8 @@ QUERY, HEAD = MODULES
 BIAS = "base_model.model.head.bias"
 SETTINGS = LoraSettings(alpha=6.0)
 SCALES = (SETTINGS, LoraSettings(alpha=2.0), LoraSettings(alpha=3.0, use_rslora=True))
-EXACT, KEEP_A = AdapterOptions("exact"), AdapterOptions("exact", "keep-a")
+EXACT = AdapterOptions("exact")
+KEEP_A = AdapterOptions("exact", "keep-a")
 
 
 def drawing(seed: int) -> Callable[..., Tensor]:
@@ -51,7 +52,8 @@ def factor(module: str, name: str = "A") -> str:
 
 def adapter(seed: int, rank: int = 3, start: Adapter | None = None) -> Adapter:
     """Return an adapter with random factors, near those of a start if there is one."""
-    drawn, found = drawing(seed), {}
+    drawn = drawing(seed)
+    found = {}
     for module, (width, outputs) in MODULES.items():
         found[factor(module)] = drawn(rank, width)
         found[factor(module, "B")] = drawn(outputs, rank)
@@ -76,7 +78,8 @@ def pair(
 
 def product(tensors: Adapter, module: str, settings: LoraSettings = SETTINGS) -> Tensor:
     """Return the dense update of a module: the oracle."""
-    a, b = tensors[factor(module)].flatten(1), tensors[factor(module, "B")].flatten(1)
+    a = tensors[factor(module)].flatten(1)
+    b = tensors[factor(module, "B")].flatten(1)
     return settings.scale(module, len(a)) * b @ a
 
 
@@ -89,9 +92,11 @@ def scrambled(tensors: Adapter, seed: int) -> Adapter:
     """Return factors with the same products: ``G A`` and ``B G^-1`` for random
     invertible ``G``.
     """
-    drawn, found = drawing(seed), dict(tensors)
+    drawn = drawing(seed)
+    found = dict(tensors)
     for module in MODULES:
-        a, b = factor(module), factor(module, "B")
+        a = factor(module)
+        b = factor(module, "B")
         rank = len(tensors[a])
         g = drawn(rank, rank) + 3 * torch.eye(rank)
         found[a], found[b] = g @ tensors[a], tensors[b] @ torch.linalg.inv(g)
@@ -138,10 +143,8 @@ def of_factors(sent: Sequence[Client], module: str, rank: int) -> Tensor:
     scale.
     """
     total = sum(one.weight for one in sent)
-    a, b = (
-        torch.zeros(rank, MODULES[module][0]).double(),
-        torch.zeros(MODULES[module][1], rank).double(),
-    )
+    a = torch.zeros(rank, MODULES[module][0]).double()
+    b = torch.zeros(MODULES[module][1], rank).double()
     for one in sent:
         a += one.weight / total * one.tensors[factor(module)]
         b += (
@@ -201,8 +204,10 @@ def test_the_product_is_the_oracle_s_in_any_order_scale_and_coordinates(
     options: AdapterOptions, seed: int, ranks: list[int], rank: int, received: bool
 ) -> None:
     if not options.averaging.any_rank:
-        ranks, rank = [rank] * len(ranks), rank
-    sent, previous = clients(seed, ranks), adapter(seed + 7, rank) if received else None
+        ranks = [rank] * len(ranks)
+        rank = rank
+    sent = clients(seed, ranks)
+    previous = adapter(seed + 7, rank) if received else None
     asked = [one.update() for one in sent]
     found, report = average_adapters(asked, SETTINGS, options, previous, rank)
     other = [replace(one, weight=8 * one.weight) for one in sent[::-1]]
@@ -295,7 +300,7 @@ PISSA = LoraSettings.of({"lora_alpha": 6, "init_lora_weights": "pissa"})
 EXPERTS = "base_model.model.experts.base_layer"
 #: Tensors that one client sends otherwise, None for those that it leaves out, and a
 #: word of the error.
-BAD: dict[str, tuple[dict[str, Tensor | None], str]] = {
+BAD = {
     "no B": ({factor(QUERY, "B"): None}, "query.lora_A.weight' has no partner"),
     "no A": ({factor(QUERY): None}, "query.lora_B.weight' has no partner"),
     "two ranks": ({factor(QUERY): torch.ones(2, IN)}, "no common rank"),
@@ -304,12 +309,12 @@ BAD: dict[str, tuple[dict[str, Tensor | None], str]] = {
         {factor(QUERY): torch.ones(0, IN), factor(QUERY, "B"): torch.ones(OUT, 0)},
         "no common",
     ),
-    "other inputs": ({factor(QUERY): torch.ones(3, 5)}, "map 5 inputs to 7 outputs"),
+    "other inputs": ({factor(QUERY): torch.ones(3, 5)}, "5 inputs"),
     "other outputs": (
         {factor(QUERY, "B"): torch.ones(4, 3)},
-        "map 9 inputs to 4 outputs",
+        "4 outputs",
     ),
-    "no bias": ({BIAS: None}, "head.bias' is in some adapters and missing"),
+    "no bias": ({BIAS: None}, "head.bias'.*missing"),
     "NaN": ({BIAS: torch.full((4,), torch.nan)}, "holds NaN or Inf"),
     "one more pair": (
         {"m.lora_A.weight": torch.ones(1, 1), "m.lora_B.weight": torch.ones(1, 1)},
@@ -317,11 +322,11 @@ BAD: dict[str, tuple[dict[str, Tensor | None], str]] = {
     ),
     "two pairs": (
         {f"{QUERY}.lora_{f}.more.weight": torch.ones(3, 3) for f in "AB"},
-        "has two pairs of factors",
+        "two pairs",
     ),
     "experts": (
         {factor(EXPERTS, f): torch.ones(2, 2) for f in "AB"},
-        "parameters inside a module",
+        "inside a module",
     ),
     **{
         f"huge {of}, {size:g}": (
@@ -333,18 +338,18 @@ BAD: dict[str, tuple[dict[str, Tensor | None], str]] = {
     },
 }
 #: Changes of a client's update, and a word of the error.
-BAD_UPDATES: dict[str, tuple[Callable[[AdapterUpdate], Any], str]] = {
+BAD_UPDATES = {
     **{
         f"weight {w}": (lambda u, w=w: replace(u, weight=w), "weight")
         for w in (0, -1, float("nan"))
     },
     "no factors": (
         lambda u: replace(u, tensors={"w": torch.ones(2)}),
-        "no factors of a LoRA adapter",
+        "no factors",
     ),
     "another rank of PiSSA": (
         lambda u: replace(u, tensors=adapter(1, 2), settings=PISSA),
-        "'pissa' base weights depend on the rank",
+        "'pissa'",
     ),
 }
 
@@ -396,13 +401,13 @@ def test_what_does_not_go_together_is_refused() -> None:
     asked = updates([adapter(0)])
     pissa = [AdapterUpdate(adapter(0), 1.0, PISSA)]
     average_adapters(pissa * 2, PISSA, EXACT, adapter(9))
-    rows: list[tuple[Any, dict[str, Any], str]] = [
+    rows = [
         (
             updates([adapter(i, i + 1) for i in range(2)]),
             {},
             r"query' are \[1, 2\].*method='exact'",
         ),
-        (asked, {"rank": 2}, "their mean cannot have rank 2"),
+        (asked, {"rank": 2}, "rank 2"),
         (pissa, {"previous": adapter(9, 4), "options": EXACT}, "has rank 3, others 4"),
         (asked, {"previous": {BIAS: torch.ones(4)}}, "does not contain '.*query'"),
         (asked, {"rank": 2.5}, r"rank is 2\.5; it must be an integer"),
@@ -412,13 +417,13 @@ def test_what_does_not_go_together_is_refused() -> None:
             {"options": "exact"},
             r"options is 'exact'; pass fedrot\.lora\.AdapterOptions",
         ),
-        (asked, {"settings": {"hidden_size": 3}}, "no configuration of a LoRA"),
+        (asked, {"settings": {"hidden_size": 3}}, "configuration"),
         (
             [replace(asked[0], settings={"hidden_size": 3})],
             {},
-            "no configuration of a LoRA",
+            "configuration",
         ),
-        ([adapter(0)], {}, "The update is a dict; pass an AdapterUpdate"),
+        ([adapter(0)], {}, "a dict; pass an AdapterUpdate"),
         ([], {}, "no adapters to average"),
     ]
     for sent, given_, said in rows:
@@ -454,12 +459,14 @@ def test_options_are_checked(options: dict[str, Any], said: str) -> None:
 def test_without_a_gauge_factors_are_balanced_and_depend_on_the_product_alone(
     seed: int, count: int
 ) -> None:
-    sent, options = adapter(seed), AdapterOptions("exact", "none")
+    sent = adapter(seed)
+    options = AdapterOptions("exact", "none")
     turned = [scrambled(sent, seed + i) for i in range(count)]
     found, _ = average_adapters(updates(turned), SETTINGS, options)
     again, _ = average_adapters(updates([sent]), SETTINGS, options)
     for module in MODULES:
-        a, b = found[factor(module)], found[factor(module, "B")]
+        a = found[factor(module)]
+        b = found[factor(module, "B")]
         rank = min(3, len(b))
         assert torch.allclose(
             a[:rank] @ a[:rank].mT, (b.mT @ b)[:rank, :rank], atol=1e-7
@@ -498,7 +505,8 @@ def test_keep_a_is_the_nearest_a_of_its_product(terms: int) -> None:
     row space.
     """
     drawn = drawing(0)
-    u, vt = torch.linalg.qr(drawn(20, 5))[0], torch.linalg.qr(drawn(30, 5))[0].mT
+    u = torch.linalg.qr(drawn(20, 5))[0]
+    vt = torch.linalg.qr(drawn(30, 5))[0].mT
     s = torch.tensor([3.0, 1.0, 0.9, 0.5, 0.2]).double() * (torch.arange(5) < terms)
     mean = drawn(5, 30)
     a, b = GAUGES["keep-a"](Wanted(u, s, vt, (mean, drawn(20, 5)), None))
@@ -542,7 +550,8 @@ def test_factors_whose_product_is_rounding_noise_stay_trainable(
     """PEFT's start ``orthogonal`` has two large factors with ``B A = 0``."""
     drawn = drawing(0)
     q = torch.linalg.qr(drawn(6, 6))[0].to(dtype)
-    a, b = q[:, :3] @ drawn(3, IN).to(dtype), drawn(OUT, 3).to(dtype) @ q[:, 3:].mT
+    a = q[:, :3] @ drawn(3, IN).to(dtype)
+    b = drawn(OUT, 3).to(dtype) @ q[:, 3:].mT
     assert (b @ a).any()
     start = {"m.lora_A.weight": a, "m.lora_B.weight": b}
     found, _ = average_adapters(
@@ -601,7 +610,7 @@ def test_a_client_of_a_smaller_rank_takes_the_best_that_it_can_hold(rank: int) -
     assert all(torch.equal(tensor, found[name]) for name, tensor in near.items())
     for wrong, said in (
         (0, "rank is 0"),
-        ({}, "is adapted at the server but not here"),
+        ({}, "at the server"),
     ):
         with pytest.raises(FedrotError, match=said):
             fitted(sent, SETTINGS, wrong)
@@ -658,14 +667,17 @@ def test_a_bounded_sum_says_what_it_lost(
     terms.
     """
     drawn = drawing(seed)
-    total, dense = ProductSum(limit), torch.zeros(40, 30, dtype=torch.float64)
+    total = ProductSum(limit)
+    dense = torch.zeros(40, 30, dtype=torch.float64)
     size = 1e-13 if dtype == torch.float64 else 1e-5
     start = [drawn(40, 2), drawn(2, 30)]
     for weight in range(1, 9):
         b, a = (drawn(*t.shape) for t in start)
         if near:
-            b, a = start[0] + 0.01 * b, start[1] + 0.01 * a
-        b, a = b.to(dtype), a.to(dtype)
+            b = start[0] + 0.01 * b
+            a = start[1] + 0.01 * a
+        b = b.to(dtype)
+        a = a.to(dtype)
         total.add(b, a, weight)
         dense += weight * b.double() @ a.double()
     terms = total.terms()
@@ -674,7 +686,8 @@ def test_a_bounded_sum_says_what_it_lost(
     assert torch.linalg.norm(ours - dense) <= total.lost + rounding
     assert total.lost > (0 if limit < 6 or not near else -1)
     assert terms.norm == pytest.approx(float(torch.linalg.norm(ours)), rel=1e-5)
-    u, vt = terms.u.double(), terms.vt.double()
+    u = terms.u.double()
+    vt = terms.vt.double()
     identity = torch.eye(len(terms.s), dtype=torch.float64)
     strong = (
         terms.s.double()[:, None] * terms.s.double() > 1e-3 * float(terms.s[0]) ** 2
@@ -697,7 +710,8 @@ def test_float32_is_decomposed_as_well_as_by_qr(
     rank either.
     """
     drawn = drawing(seed)
-    left, right = drawn(40, rank).float(), drawn(rank, 30).float()
+    left = drawn(40, rank).float()
+    right = drawn(rank, 30).float()
     left = torch.cat([left, left[:, :lost] * 3], 1)
     right = torch.cat([right, right[:lost] - 0.5], 0)
     terms = decomposed(left, right)
@@ -742,7 +756,8 @@ def test_errors_are_near_the_true_ones(
     """Where one float32 factor hardly moved, and where a bounded sum leaves out a part
     of the mean.
     """
-    start, few = pair(3), count == 6
+    start = pair(3)
+    few = count == 6
     moved = dict(zip(start, steps, strict=True))
     sent = [
         {n: t + moved[n] * pair(9 + i)[n] for n, t in start.items()}
@@ -773,5 +788,5 @@ def test_a_sum_reads_no_number_of_a_device_before_its_terms() -> None:
         total.add(
             torch.empty(40, 4, device="meta"), torch.empty(4, 30, device="meta"), 1.0
         )
-        with pytest.raises(RuntimeError, match="cannot be called on meta"):
+        with pytest.raises(RuntimeError, match="meta"):
             total.terms()

@@ -62,11 +62,10 @@ def test_factors_of_any_size_have_an_average(
 def test_unequal_factors_hide_no_other_product(apart: float, limit: int | None) -> None:
     """Each product has entries of about 1."""
     generator = torch.Generator().manual_seed(0)
-    total, expected = ProductSum(limit), torch.zeros(8, 9)
-    b, a = (
-        torch.randn(8, 2, generator=generator),
-        torch.randn(2, 9, generator=generator),
-    )
+    total = ProductSum(limit)
+    expected = torch.zeros(8, 9)
+    b = torch.randn(8, 2, generator=generator)
+    a = torch.randn(2, 9, generator=generator)
     for size, sign in ((1.0, 1.0), (apart, 2.0), (1.0, 3.0)):
         total.add(size * b, a / size, sign)
         expected += sign * b @ a

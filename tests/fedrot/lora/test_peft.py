@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import peft
@@ -43,7 +42,7 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
-SETTINGS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+SETTINGS = {
     "linear": (
         bert,
         {"task_type": "SEQ_CLS", "target_modules": ["query", "value", "dense"]},
@@ -98,7 +97,8 @@ def outputs(model: nn.Module) -> Tensor:
 
 
 def test_scales_are_those_of_peft_and_no_gauge_changes_the_outputs(model: Any) -> None:
-    before, settings = outputs(model), LoraSettings.of(model.peft_config["default"])
+    before = outputs(model)
+    settings = LoraSettings.of(model.peft_config["default"])
     tensors = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     modules = dict(model.named_modules())
     for pair in pairs_of(tensors):

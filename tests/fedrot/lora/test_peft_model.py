@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora import adapter_tensors, fitted, load_adapter, load_as_sent, train_only
 from fedrot.lora.adapters import factors, pairs_of
-from tests.fedrot.lora.test_averaging import Adapter
 from tests.fedrot.lora.test_peft import bert, gpt2, outputs
 
 
@@ -56,7 +54,7 @@ def layers(rank: int = 4, seed: int = 0, target: str = "linear") -> Any:
 
 
 def test_larger_ranks_are_cut_to_the_models_own() -> None:
-    options: dict[str, Any] = {
+    options = {
         "task_type": "SEQ_CLS",
         "target_modules": ["query", "value"],
     }
@@ -75,7 +73,7 @@ def test_larger_ranks_are_cut_to_the_models_own() -> None:
         assert torch.allclose(6 / len(a) * b @ a, best, atol=1e-10)
     head = next(name for name in found if "classifier" in name)
     assert torch.equal(found[head], received[head])
-    with pytest.raises(UpdateError, match=r"only the client's rank may be smaller"):
+    with pytest.raises(UpdateError, match="client's rank"):
         load_adapter(large, found)
     with pytest.raises(UpdateError, match=rf"'{head}'.*one of the two is missing"):
         load_adapter(small, {n: t for n, t in received.items() if n != head})
@@ -83,7 +81,7 @@ def test_larger_ranks_are_cut_to_the_models_own() -> None:
 
 #: Adapters of every kind whose rank can change, as the sender and a client of another
 #: rank have them.
-SENT: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+SENT = {
     "head": (bert, {"task_type": "SEQ_CLS", "target_modules": ["query", "value"]}, {}),
     "rslora": (bert, {"target_modules": ["query"], "use_rslora": True}, {}),
     "dora": (bert, {"target_modules": ["query", "dense"], "use_dora": True}, {}),
@@ -112,12 +110,11 @@ def test_clients_of_all_ranks_compute_what_the_sender_computes(
 ) -> None:
     build, options, patterns = SENT[kind]
     torch.manual_seed(9)
-    base, other = build(), build()
+    base = build()
+    other = build()
     other.load_state_dict(base.state_dict())
-    sender, client = (
-        adapted(base, 4, 1, **options, **patterns),
-        adapted(other, own, 2, **options),
-    )
+    sender = adapted(base, 4, 1, **options, **patterns)
+    client = adapted(other, own, 2, **options)
     with torch.no_grad():
         for name, parameter in sender.named_parameters():
             if parameter.requires_grad and "lora_" not in name:
@@ -140,10 +137,8 @@ def test_a_model_that_took_other_ranks_is_trained_at_its_own_again() -> None:
         load_as_sent(client, adapter_tensors(layers(rank, seed=rank)))
     received = adapter_tensors(layers(8, seed=1))
     load_adapter(client, received)
-    found, cut = (
-        adapter_tensors(client),
-        fitted(received, client.peft_config["default"], 3),
-    )
+    found = adapter_tensors(client)
+    cut = fitted(received, client.peft_config["default"], 3)
     assert all(torch.allclose(found[name], tensor) for name, tensor in cut.items())
     again = layers(3, seed=2)
     load_adapter(again, cut)
@@ -153,7 +148,7 @@ def test_a_model_that_took_other_ranks_is_trained_at_its_own_again() -> None:
 
 #: What a client cannot load into its adapter of rank 2, given what the server has and
 #: the names of its factors, and a word of the error.
-WRONG: dict[str, tuple[Callable[[Adapter, str, str], Adapter], str]] = {
+WRONG = {
     "other inputs": (lambda sent, a, b: {**sent, a: sent[a][:, :5]}, "differ in shape"),
     "other outputs": (lambda sent, a, b: {**sent, b: sent[b][:5]}, "differ in shape"),
     "one tensor more": (
@@ -181,13 +176,14 @@ WRONG: dict[str, tuple[Callable[[Adapter, str, str], Adapter], str]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_nothing_is_loaded_if_more_than_ranks_differs(wrong: str, load: Any) -> None:
     client = layers(2)
-    before, sent = outputs(client), adapter_tensors(layers(4, seed=1))
+    before = outputs(client)
+    sent = adapter_tensors(layers(4, seed=1))
     change, said = WRONG[wrong]
     with pytest.raises(UpdateError, match=said):
         load(client, change(sent, *sorted(sent)))
     assert torch.equal(outputs(client), before)
     client.merge_adapter()
-    with pytest.raises(FedrotError, match=r"merged into the weights of '.*linear'"):
+    with pytest.raises(FedrotError, match=r"merged.*linear'"):
         load(client, sent)
     client.unmerge_adapter()
     load(client, sent)
@@ -206,7 +202,7 @@ def test_what_is_sent_does_not_change_with_the_model() -> None:
 
 @pytest.mark.parametrize(("said", "trained"), [("A", "A"), ("B", "B"), ("both", "AB")])
 def test_only_the_named_factors_of_one_adapter_train(said: str, trained: str) -> None:
-    options: dict[str, Any] = {"task_type": "SEQ_CLS", "target_modules": ["query"]}
+    options = {"task_type": "SEQ_CLS", "target_modules": ["query"]}
     model = adapted(bert(), **options)
     model.add_adapter("default2", peft.LoraConfig(r=2, target_modules=["query"]))
     before = {
@@ -226,11 +222,7 @@ def test_only_the_named_factors_of_one_adapter_train(said: str, trained: str) ->
 
 
 def test_models_without_this_adapter_are_refused() -> None:
-    with pytest.raises(
-        FedrotError, match=r"The Linear has no adapter 'default'; it has no adapters"
-    ):
+    with pytest.raises(FedrotError, match=r"'default'; it has no"):
         adapter_tensors(nn.Linear(2, 2))
-    with pytest.raises(
-        FedrotError, match=r"no adapter 'other'; its adapters are default"
-    ):
+    with pytest.raises(FedrotError, match=r"'other'.* are default"):
         load_adapter(layers(), {}, "other")

@@ -32,7 +32,8 @@ def _features(state: State, names: Names, layer: int) -> Array:
     """Return input, bias and output weights of every neuron, side by side, ``[neurons,
     features]``.
     """
-    up, down = names.of(layer, "up"), names.of(layer, "down")
+    up = names.of(layer, "up")
+    down = names.of(layer, "down")
     columns = (
         state[f"{up}.weight"],
         state[f"{up}.bias"][:, None],
@@ -48,12 +49,11 @@ def _features(state: State, names: Names, layer: int) -> Array:
 def test_permutation_is_the_full_assignment_s(
     name: str, regime: str, dtype: torch.dtype
 ) -> None:
-    names, options = (
-        models.CASES[name].names,
-        fedrot.AlignmentOptions(parts=("ffn",), chance=0),
-    )
+    names = models.CASES[name].names
+    options = fedrot.AlignmentOptions(parts=("ffn",), chance=0)
     for seed in range(2):
-        anchor, symmetry = state_of(name, dtype=dtype), symmetry_for(name)
+        anchor = state_of(name, dtype=dtype)
+        symmetry = symmetry_for(name)
         if regime == "unrelated":
             update = state_of(name, 20 + seed, dtype)
         else:
@@ -82,7 +82,8 @@ def _blocks(
     output.
     """
     third = max(1, (anchor.shape[1] - 1) // 2)
-    a, c = torch.from_numpy(anchor).to(dtype), torch.from_numpy(client).to(dtype)
+    a = torch.from_numpy(anchor).to(dtype)
+    c = torch.from_numpy(client).to(dtype)
     cuts = [slice(0, third), slice(third, third + 1), slice(third + 1, None)]
     return [(a[:, cut], c[:, cut]) for cut in cuts if a[:, cut].shape[1]]
 
@@ -131,7 +132,8 @@ def test_a_bound_holds_when_the_anchor_moves_towards_its_clients(
 ) -> None:
     group = _neurons(n)
     start = torch.from_numpy(size * _clustered(seed, n, width, spread)).to(dtype)
-    anchor, generator = Anchor({"w": start}), torch.Generator().manual_seed(seed)
+    anchor = Anchor({"w": start})
+    generator = torch.Generator().manual_seed(seed)
     anchor.separation(group, columns)
     current = start
     for step in range(4):
@@ -154,7 +156,8 @@ def test_a_bound_holds_when_the_anchor_moves_towards_its_clients(
 
 
 def test_far_apart_neurons_stay_certified_while_the_anchor_moves_little() -> None:
-    group, generator = _neurons(64), seeded(0)
+    group = _neurons(64)
+    generator = seeded(0)
     current = torch.randn(64, 256, generator=generator)
     anchor = Anchor({"w": current})
     before = anchor.separation(group, None)
@@ -173,7 +176,8 @@ def test_only_distances_of_the_last_client_stand_for_it(noted: bool) -> None:
     """Without them the bound is measured anew: an earlier client that was noted was not
     merged.
     """
-    group, anchor = _neurons(3), Anchor({"w": torch.eye(3)})
+    group = _neurons(3)
+    anchor = Anchor({"w": torch.eye(3)})
     before = anchor.separation(group, None)
     if noted:
         anchor.note({"ffn": False}, {"ffn": torch.zeros(3)})

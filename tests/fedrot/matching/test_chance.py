@@ -76,9 +76,12 @@ def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> Non
     """Biases, ties, shared heads, phases and signs are counted: sampled shares agree
     for every group.
     """
-    state, symmetry = families.state_of(name), families.symmetry_for(name)
-    found, expected = defaultdict[str, float](float), dict[str, float]()
-    seeds, options = 12, fedrot.AlignmentOptions(parts=("attention",), chance=0)
+    state = families.state_of(name)
+    symmetry = families.symmetry_for(name)
+    found = defaultdict[str, float](float)
+    expected = dict[str, float]()
+    seeds = 12
+    options = fedrot.AlignmentOptions(parts=("attention",), chance=0)
     for seed in range(seeds):
         update = isotropic(state, 1e-4, seed)
         for row in fedrot.align(update, state, symmetry, options).report.groups:
@@ -104,7 +107,8 @@ def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> Non
     + [(name, 0.3) for name in ("bert", "llama", "gemma3", "t5")],
 )
 def test_noise_moves_hardly_any_group(name: str, scale: float) -> None:
-    state, symmetry = families.state_of(name), families.symmetry_for(name)
+    state = families.state_of(name)
+    symmetry = families.symmetry_for(name)
     parts = tuple(
         part for part in ("heads", "attention", "ffn") if part not in symmetry.refused
     )
@@ -124,8 +128,10 @@ def test_far_from_an_anchor_chance_is_drawn() -> None:
     says.
     """
     state, symmetry = bert()
-    parts, scale = ("attention", "ffn"), 0.06
-    found, claimed = defaultdict[str, float](float), defaultdict[str, float](float)
+    parts = ("attention", "ffn")
+    scale = 0.06
+    found = defaultdict[str, float](float)
+    claimed = defaultdict[str, float](float)
     for seed in range(8):
         judged = fedrot.AlignmentOptions(parts=parts)
         for row in fedrot.align(
@@ -151,7 +157,8 @@ def test_the_anchor_s_own_noise_is_accounted_for(anchor: str, factor: float) -> 
     """
     state, symmetry = bert(heads=4)
     options = fedrot.AlignmentOptions(parts=("attention",), chance=factor)
-    found, expected = torch.zeros(5), torch.zeros(5)
+    found = torch.zeros(5)
+    expected = torch.zeros(5)
     for seed in range(12):
         updates = [
             (isotropic(state, 1e-5, 10 * seed + k), 1.0 + (k == 2)) for k in range(5)
@@ -179,7 +186,8 @@ def test_the_ceiling_is_never_below_the_best_gain(
         rows.shape, generator=generator, dtype=torch.float64
     )
     evidence = rows @ other.mT
-    solver, action = RotationSolver(), HeadRotation(3, dim)
+    solver = RotationSolver()
+    action = HeadRotation(3, dim)
     gains = torch.linalg.svdvals(evidence).sum(-1) - solver.still(action, evidence)
     ceiling = solver.ceiling(action, evidence)
     assert bool((ceiling >= gains - 1e-9).all())
@@ -234,10 +242,11 @@ def _group(heads: int, dim: int) -> Group:
 
 
 ORDERS = Group("orders", 0, "ffn", Permutation(32), ())
-LARGE, ONE = _group(12, 64), _group(1, 2)
+LARGE = _group(12, 64)
+ONE = _group(1, 2)
 
 #: The group; distance, chance, factor and quantile of null models; what is required.
-REQUIRED: list[tuple[Group, tuple[float, ...], float]] = [
+REQUIRED = [
     (LARGE, (100.0, 2.0, 1.5), 100 * 0.03 / 1.01),
     (LARGE, (100.0, 2.0, 3.0), 100 * 0.06 / 1.04),
     (LARGE, (100.0, 2.0, 0.0), 0),
@@ -277,7 +286,7 @@ def test_noise_exceeds_the_quantile_once_in_so_many_times(
 
 
 #: What groups removed, what was required, and which are beyond chance.
-BEYOND: list[tuple[list[float], list[float], list[bool]]] = [
+BEYOND = [
     ([2.0, 2.0, 0.1], [1.0, 1.0, 1.0], [True, True, True]),
     ([2.0, 2.0, 2.0, 0.1], [1.0] * 4, [True] * 4),
     ([1.0, 1.0, 0.1], [1.0] * 3, [True] * 3),
@@ -347,7 +356,8 @@ def test_spread_of_a_mean_of_equals() -> None:
         assert spread.along["still"] == pytest.approx(1 / k)
         assert spread.along["moved"] == 0
     # Where the noise is only across, or only along.
-    group, entries = _group(2, 8), 1000
+    group = _group(2, 8)
+    entries = 1000
     share = group.action.free / entries
     assert Spread(0.5).factor(group, entries) == 1
     expected = 3 / (share * 3 + (1 - share) * 1.5)
@@ -367,7 +377,8 @@ def test_what_noise_removes_stays_below_its_quantile(
     options = fedrot.AlignmentOptions(
         parts=(part, "attention") if inner else (part,), chance=0
     )
-    removed, bounds = [], []
+    removed = []
+    bounds = []
     for seed in range(20):
         null = isotropic(state, scale, seed)
         alignment = fedrot.align(null, state, symmetry, options)
@@ -418,7 +429,8 @@ def test_the_quantile_of_heads_counts_four_times_the_norm_of_those_that_move() -
         float(s.of(state[s.tensor]).double().square().sum()) for s in group.slots
     )
     most = 2 * 0.5 * (2 * 1.2 * 4 * norm * math.log(chance.ONCE_IN * 100)) ** 0.5
-    swapped, line = torch.tensor([1, 0]), chance.NullLine(0.0, 0.5)
+    swapped = torch.tensor([1, 0])
+    line = chance.NullLine(0.0, 0.5)
     assert chance.quantile(group, state, swapped, line, 3.0, True) == pytest.approx(
         3 + most
     )
@@ -427,7 +439,8 @@ def test_the_quantile_of_heads_counts_four_times_the_norm_of_those_that_move() -
 def test_the_quantile_of_orders_bounds_all_of_them_together() -> None:
     state, symmetry = bert(16)
     (group,) = (g for g in symmetry.groups if g.part == "ffn")
-    units, entries = group.action.units, chance.entries_of(group, state)
+    units = group.action.units
+    entries = chance.entries_of(group, state)
     order = torch.arange(units)
     order[[3, 5, 8]] = order[[5, 8, 3]]
     moved = apply_moves(state, [Move(group, order)])
@@ -473,7 +486,8 @@ def test_near_is_up_to_a_twentieth_of_the_anchor() -> None:
     state, symmetry = bert(16)
     group = next(g for g in symmetry.groups if g.part == "attention")
     problem = Problem(Anchor(state), state, symmetry, fedrot.AlignmentOptions())
-    most, entries = 0.05 * problem.anchor.size(group), chance.entries_of(group, state)
+    most = 0.05 * problem.anchor.size(group)
+    entries = chance.entries_of(group, state)
     assert chance.near_chance(problem, group, most) == pytest.approx(
         most * group.action.free / entries
     )

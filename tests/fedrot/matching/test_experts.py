@@ -93,7 +93,7 @@ def test_experts_are_in_the_best_of_all_orders(scale: float | None, seed: int) -
 def test_few_pairs_of_experts_are_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds say of most pairs that the best order does not use them."""
     _, _, anchor, client = _best(0.1, 1)
-    solved: list[tuple[int, int]] = []
+    solved = []
     worth = experts._Pool.worth
 
     def counted(pool: experts._Pool, i: int, j: int) -> float:
@@ -121,7 +121,8 @@ def test_a_near_client_is_certified_without_an_assignment(
 
 
 def test_router_rows_in_place_certify_no_order_while_neurons_are_elsewhere() -> None:
-    anchor, order = state_of(NAME), torch.tensor([2, 0, 1])
+    anchor = state_of(NAME)
+    order = torch.tensor([2, 0, 1])
     neurons = [
         f"model.layers.0.mlp.experts.{name}_proj" for name in ("gate_up", "down")
     ]
@@ -132,7 +133,8 @@ def test_router_rows_in_place_certify_no_order_while_neurons_are_elsewhere() -> 
 
 @pytest.mark.parametrize("action", [ExpertNeurons, ExpertPermutation])
 def test_neurons_and_experts_move_without_each_other(action: type) -> None:
-    anchor, rng = state_of(NAME), seeded(3)
+    anchor = state_of(NAME)
+    rng = seeded(3)
     moves = [Move(group, group.action.random(rng)) for group in _groups(action)[1:]]
     client = apply_moves(anchor, moves)
     alignment = fedrot.align(client, anchor, symmetry_for(NAME), FFN)
@@ -155,8 +157,10 @@ def test_expert_neurons_of_a_moving_anchor_keep_their_certificate() -> None:
     """The bounds of the anchor before hold for one that has come nearer to its last
     client.
     """
-    first, symmetry = state_of(NAME), symmetry_for(NAME)
-    anchor, client = Anchor(first), near(first, 1e-3)
+    first = state_of(NAME)
+    symmetry = symmetry_for(NAME)
+    anchor = Anchor(first)
+    client = near(first, 1e-3)
     fedrot.align(client, anchor, symmetry, FFN)
     moved = anchor.towards_last({k: (first[k] + client[k]) / 2 for k in first}, 0.5)
     known = {name for name, _ in moved._known.bounds}

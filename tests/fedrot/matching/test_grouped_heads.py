@@ -33,7 +33,8 @@ def _best_by_trying_all(
     """Return the least distance over all orders of the first layer's heads, the rest in
     closed form.
     """
-    anchor, symmetry = state_of(name), symmetry_for(name)
+    anchor = state_of(name)
+    symmetry = symmetry_for(name)
     heads, queries = _orders(symmetry)
     action = queries.action
     assert isinstance(action, QueryPermutation)
@@ -59,7 +60,8 @@ def test_hidden_orders_are_found_through_noise(
     name: str, scale: float, parts: tuple[str, ...]
 ) -> None:
     """As good as trying every order, and the best phases and rotations for each."""
-    anchor, symmetry = state_of(name), symmetry_for(name)
+    anchor = state_of(name)
+    symmetry = symmetry_for(name)
     update = fedrot.random_equivalent(near(anchor, scale), symmetry, 2, parts)
     options = fedrot.AlignmentOptions(parts=parts, layers=(0,), chance=0)
     aligned = fedrot.align(update, anchor, symmetry, options).apply(update)
@@ -147,7 +149,8 @@ def test_weights_of_queries_order_them_where_those_of_keys_have_no_say(
     """Queries turn as activations say; by the weights of keys and values they would
     turn round.
     """
-    anchor, symmetry = state_of(name), symmetry_for(name)
+    anchor = state_of(name)
+    symmetry = symmetry_for(name)
     heads, queries = _orders(symmetry)
     assert isinstance(queries.action, QueryPermutation)
     once = [slot for slot in heads.slots if slot not in queries.slots]

@@ -38,7 +38,8 @@ def _between(
     """Return the cross matrix of anchor head ``i`` and client head ``j``."""
     order = torch.arange(HEADS * DIM).reshape(HEADS, DIM)
     order[[i, j]] = order[[j, i]]
-    index, swapped = order.flatten(), dict(update)
+    index = order.flatten()
+    swapped = dict(update)
     for module in ("query", "key", "value"):
         for leaf in ("weight", "bias"):
             key = f"{names.of(layer, module)}.{leaf}"
@@ -108,7 +109,8 @@ def test_permutations_within_heads_are_all_that_moves_there(
     not.
     """
     name = "bert-classifier"
-    anchor, symmetry = state_of(name), symmetry_for(name)
+    anchor = state_of(name)
+    symmetry = symmetry_for(name)
     options = fedrot.AlignmentOptions(parts=parts, within_heads="permutation")
     rest = tuple(part for part in parts if part != "attention")
     update = fedrot.random_equivalent(anchor, symmetry, 3, rest)

@@ -25,7 +25,8 @@ def test_the_best_turn_of_every_frequency_is_not_beaten(
     the blocks.
     """
     dim, options, rng = 2 * FREQUENCIES, fedrot.AlignmentOptions(), seeded(4)
-    group, solver = action(KEY_HEADS, dim, interleaved), RotarySolver()
+    group = action(KEY_HEADS, dim, interleaved)
+    solver = RotarySolver()
     shape = (KEY_HEADS, dim, 5)
     a, c = torch.randn(2, KEY_HEADS * dim, 5, generator=rng, dtype=torch.float64)
     cross = a.reshape(shape) @ c.reshape(shape).mT

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
 
 import fedrot
 from fedrot.matching import problem as of_problem
@@ -47,7 +46,7 @@ def _match_reversals(groups: Sequence[Group], problem: Problem) -> list[Match]:
         element = torch.arange(group.action.units).flip(0)
         before = problem.total([group])
         after = problem.moved([Move(group, element)]).total([group])
-        best: Tensor | None = element if after < before else None
+        best = element if after < before else None
         matches.append(
             Match(best, before, min(before, after), max(before - after, 0.0))
         )
@@ -62,7 +61,7 @@ class Late(Permutation):
 
 
 #: Actions in place of those of a part, and what is told.
-REFUSED: dict[str, tuple[str, Callable[[Any], Action], str]] = {
+REFUSED = {
     "no solver": (
         "ffn",
         lambda k: Reversal(k.units),
@@ -91,7 +90,8 @@ def test_an_action_that_cannot_be_matched_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr(of_problem, "SOLVERS", dict(of_problem.SOLVERS))
     solves(Late)(_match_reversals)
-    state, symmetry = state_of(NAME), symmetry_for(NAME)
+    state = state_of(NAME)
+    symmetry = symmetry_for(NAME)
     groups = tuple(
         replace(g, action=action(g.action)) if g.part == part else g
         for g in symmetry.groups
@@ -110,7 +110,7 @@ def test_a_registered_solver_is_used_in_the_stage_of_its_action(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(of_problem, "SOLVERS", dict(of_problem.SOLVERS))
-    called: list[int] = []
+    called = []
 
     @solves(Reversal)
     def match(groups: Sequence[Group], problem: Problem) -> list[Match]:
@@ -118,7 +118,8 @@ def test_a_registered_solver_is_used_in_the_stage_of_its_action(
         return _match_reversals(groups, problem)
 
     symmetry = _with_reversals(symmetry_for(NAME))
-    anchor, order = state_of(NAME), []
+    anchor = state_of(NAME)
+    order = []
     for group in symmetry.groups:
         if isinstance(group.action, Reversal):
             assert stage_of(group) == "heads"

@@ -88,10 +88,8 @@ def test_rotation_moves_least_where_the_anchor_says_nothing() -> None:
     """
     name = "bert-classifier"
     names = CASES[name].names
-    anchor, update = (
-        state_of(name, dtype=torch.float32),
-        state_of(name, 3, torch.float32),
-    )
+    anchor = state_of(name, dtype=torch.float32)
+    update = state_of(name, 3, torch.float32)
     half = DIM // 2
     for module in ("query", "key"):
         for leaf in ("weight", "bias"):
@@ -130,7 +128,8 @@ def test_iterated_rotations_are_as_good_as_those_of_the_svd(
     One matrix a call, so that none is iterated further than it has to be for another's
     sake.
     """
-    rng, eye = seeded(size), torch.eye(size, dtype=torch.float64)
+    rng = seeded(size)
+    eye = torch.eye(size, dtype=torch.float64)
     for exponent in np.linspace(0, 12, 49 if size < 64 else 13):
         values = _spectrum(action, size, exponent)
         shape = (2, size, size)

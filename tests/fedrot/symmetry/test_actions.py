@@ -34,7 +34,7 @@ from tests.models import EVERYTHING, largest_difference
 SIZE = 12
 #: Every action on an axis of ``SIZE``, with the largest entry of the mean of its random
 #: matrices.
-KINDS: dict[str, tuple[Action, float]] = {
+KINDS = {
     "permutation": (Permutation(SIZE), 1 / 12),
     "blocks": (Permutation(4), 1 / 4),
     "signed": (SignedPermutation(SIZE), 0),
@@ -75,7 +75,8 @@ def matrix(action: Action, element: Tensor) -> Tensor:
             first, second = (
                 (2 * f, 2 * f + 1) if action.interleaved else (f, f + action.dim // 2)
             )
-            i, j = head * action.dim + first, head * action.dim + second
+            i = head * action.dim + first
+            j = head * action.dim + second
             angle = (
                 value if isinstance(action, RotaryPhases) else (1 - value) * math.pi / 2
             )
@@ -109,8 +110,10 @@ def test_every_action_has_a_case() -> None:
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**31), axis=st.integers(0, 1))
 def test_actions_are_groups_of_matrices(name: str, seed: int, axis: int) -> None:
-    action, rng = KINDS[name][0], seeded(seed)
-    first, second = action.random(rng), action.random(rng)
+    action = KINDS[name][0]
+    rng = seeded(seed)
+    first = action.random(rng)
+    second = action.random(rng)
     x = torch.randn(SIZE, SIZE, generator=rng, dtype=torch.float64)
     m, n, eye = (
         matrix(action, first),
@@ -149,7 +152,8 @@ def test_random_elements_are_spread_over_the_whole_group(name: str) -> None:
 
 @KIND
 def test_elements_from_elsewhere_are_checked(name: str) -> None:
-    action, rng = KINDS[name][0], seeded(5)
+    action = KINDS[name][0]
+    rng = seeded(5)
     element = action.random(rng)
     assert action.contains(element)
     wrong = [element[..., :-1], element[None], element.half()]
@@ -204,10 +208,8 @@ def test_rotations_have_tangents_angles_and_a_fisher_where_they_are_orders(
 
 
 def test_phases_have_angles_and_a_fisher_where_they_stand_still() -> None:
-    action, turn = (
-        RotaryPhases(2, 4),
-        torch.tensor([[0.5, 2 * math.pi], [0.0, -1.5]]).double(),
-    )
+    action = RotaryPhases(2, 4)
+    turn = torch.tensor([[0.5, 2 * math.pi], [0.0, -1.5]]).double()
     assert action.angle(turn) == pytest.approx(math.degrees(2.0 / 4))
     assert action.moved(turn).tolist() == [True, True]
     assert torch.equal(
@@ -229,7 +231,8 @@ def test_compacted_moves_are_the_same_motion(name: str, seed: int, length: int) 
     """Any sequence of any parts becomes one move per group, the same motion there and
     back.
     """
-    state, rng = families.state_of(name), seeded(seed)
+    state = families.state_of(name)
+    rng = seeded(seed)
     groups = families.symmetry_for(name).select(EVERYTHING)
     chosen = [
         groups[int(torch.randint(len(groups), (), generator=rng))]

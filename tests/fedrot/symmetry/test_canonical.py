@@ -24,7 +24,8 @@ from tests.models import largest_difference, squared_distance
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_the_function_stays_and_what_says_nothing_goes(name: str) -> None:
-    state, symmetry = state_of(name), symmetry_for(name)
+    state = state_of(name)
+    symmetry = symmetry_for(name)
     before = {key: value.clone() for key, value in state.items()}
     found = fedrot.canonical(state, symmetry)
     assert largest_difference(state, before) == 0
@@ -67,7 +68,8 @@ def test_members_have_the_biases_and_norms_that_their_models_allow(name: str) ->
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama-biased"])
 def test_clients_with_other_redundant_biases_meet_their_anchor(name: str) -> None:
-    anchor, symmetry = state_of(name), symmetry_for(name)
+    anchor = state_of(name)
+    symmetry = symmetry_for(name)
     other = with_other_gains(anchor, symmetry, 4)
     assert squared_distance(other, anchor) > 1
     update = fedrot.random_equivalent(other, symmetry, 5)
@@ -98,7 +100,8 @@ def test_an_anchor_serves_both_forms(name: str) -> None:
     """What it knows of its tensors is not taken for what is true of their canonical
     form.
     """
-    symmetry, shared = symmetry_for(name), fedrot.Anchor(state_of(name))
+    symmetry = symmetry_for(name)
+    shared = fedrot.Anchor(state_of(name))
     update = {
         key: t + 1e-2 * (state_of(name, 1)[key] - t)
         for key, t in state_of(name).items()
@@ -110,7 +113,8 @@ def test_an_anchor_serves_both_forms(name: str) -> None:
             for anchor in (shared, fedrot.Anchor(state_of(name)))
         )
         assert ours == own
-    known, in_form = shared._known.bounds, shared._canonical.bounds
+    known = shared._known.bounds
+    in_form = shared._canonical.bounds
     assert known
     assert known.keys() == in_form.keys()
     if name != "bert":
@@ -124,11 +128,10 @@ def test_each_tensor_alone_has_the_same_canonical_form(name: str) -> None:
     """In a view, and from the part of the symmetry around it, which is a layer at
     most.
     """
-    symmetry, tensors = symmetry_for(name), state_of(name)
-    expected, found = (
-        fedrot.canonical(tensors, symmetry),
-        CanonicalView(tensors, symmetry),
-    )
+    symmetry = symmetry_for(name)
+    tensors = state_of(name)
+    expected = fedrot.canonical(tensors, symmetry)
+    found = CanonicalView(tensors, symmetry)
     assert list(found) == list(tensors)
     assert len(found) == len(tensors)
     for key in tensors:

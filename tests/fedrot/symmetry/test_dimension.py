@@ -104,7 +104,8 @@ SHIFTED = "constants of the relative positions"
 
 #: Writers along the mean: columns and bias of the attention's output and the
 #: feed-forward's.
-_OUT, _DOWN = WIDTH + 1, NEURONS + 1
+_OUT = WIDTH + 1
+_DOWN = NEURONS + 1
 #: Readers, by row.
 _QKV = 3 * WIDTH
 #: Per head: all of GL(d_h) but the rotations, which are claimed.
@@ -113,7 +114,8 @@ _NORMS = 2 * LAYERS + 1
 _PARALLEL = LAYERS + 1  # where one norm is read by attention and feed-forward
 _EMBEDDED = TOKENS + LENGTH
 #: Rotations of all that a LayerNorm sees, and an RMSNorm.
-_CENTRED, _ALL = (WIDTH - 1) * (WIDTH - 2) // 2, WIDTH * (WIDTH - 1) // 2
+_CENTRED = (WIDTH - 1) * (WIDTH - 2) // 2
+_ALL = WIDTH * (WIDTH - 1) // 2
 
 
 def _attention(blocks: int = LAYERS) -> dict[str, int]:
@@ -180,7 +182,7 @@ class Case:
 
 
 #: The sizes of all models, by the keys of their configurations.
-_SIZES: dict[str, Any] = {
+_SIZES = {
     "vocab_size": TOKENS,
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "pooler_hidden_size"), WIDTH),
     **dict.fromkeys(("word_embed_proj_dim", "dim"), WIDTH),
@@ -213,7 +215,7 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 _TOKENS, _CAUSAL = "ForTokenClassification", "ForCausalLM"
-CASES: dict[str, Case] = {}
+CASES = {}
 
 
 def _add(
@@ -450,7 +452,8 @@ def _jacobian(model: nn.Module, case: Case) -> Tensor:
     """
     parameters = list(model.parameters())
     count = sum(parameter.numel() for parameter in parameters) // PARTS + 10
-    rows, batch = [], case.batch()
+    rows = []
+    batch = case.batch()
     for part in range(PARTS):
         with Float64():
             found = model(**{k: v[part::PARTS] for k, v in batch.items()})

@@ -85,7 +85,8 @@ def test_every_tensor_moves_and_every_output_stays(name: str, attention: str) ->
     """All but the tensors whose only axis is one of the outputs."""
     state, symmetry, compute = model_(name)
     before = compute(state, attention)
-    parts, seen = movable(symmetry), set[str]()
+    parts = movable(symmetry)
+    seen = set[str]()
     alone = [(part,) for part in parts] if attention == "eager" else []
     for seed, chosen in enumerate((*alone, parts), 3):
         moved = fedrot.random_equivalent(state, symmetry, seed, chosen)
@@ -144,7 +145,8 @@ def test_encoders_have_a_group_of_each_kind_in_each_layer(name: str) -> None:
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_only_bare_models_fixed_positions_and_alibi_refuse_anything(name: str) -> None:
-    symmetry, stays = families.symmetry_for(name), MEMBERS[name].bare or name in FIXED
+    symmetry = families.symmetry_for(name)
+    stays = MEMBERS[name].bare or name in FIXED
     assert set(symmetry.refused) == (
         {"residual"} if stays else {"heads"} if name in ALIBI else set()
     )
@@ -196,7 +198,8 @@ def test_distance_never_grows_and_the_function_is_the_update_s(
     update = families.state_of(name, 1) if scale is None else near(anchor, scale)
     options = replace(EAGER, parts=movable(symmetry, asked), canonical=False)
     alignment = fedrot.align(update, anchor, symmetry, options)
-    aligned, report = alignment.apply(update), alignment.report
+    aligned = alignment.apply(update)
+    report = alignment.report
     before, after = (
         models.squared_distance(tensors, anchor) for tensors in (update, aligned)
     )
@@ -245,7 +248,8 @@ def test_a_turn_inside_heads_must_gain_more_than_rounding(
     about its square.
     """
     anchor, symmetry, _ = model_(name)
-    turn, moves = share**0.5, []
+    turn = share**0.5
+    moves = []
     for group in symmetry.select(("attention",)):
         action = group.action
         assert isinstance(action, HeadRotation | RotaryPhases)
@@ -354,10 +358,14 @@ def _huge_and_tiny(state: State, names: Names) -> None:
 
 
 DEGENERATE = [
-    *(_rank_deficient, _zero_head_and_query, _equal_heads),
-    *(_zero_and_equal_neurons, _all_zero, _huge_and_tiny),
+    _rank_deficient,
+    _zero_head_and_query,
+    _equal_heads,
+    _zero_and_equal_neurons,
+    _all_zero,
+    _huge_and_tiny,
 ]
-WHERE: list[tuple[set[str], torch.dtype, float]] = [
+WHERE = [
     ({"client"}, torch.float64, 1e-10),
     ({"anchor"}, torch.float64, 1e-10),
     ({"client", "anchor"}, torch.float64, 1e-10),
@@ -380,7 +388,8 @@ def test_degenerate_weights_keep_the_function(
         else PARTS[0]
     )
     name = "bert-classifier"
-    anchor, symmetry = models.state_of(name, dtype=dtype), models.symmetry_for(name)
+    anchor = models.state_of(name, dtype=dtype)
+    symmetry = models.symmetry_for(name)
     client = near(anchor, 0.3)
     for which in where:
         degrade({"client": client, "anchor": anchor}[which], models.CASES[name].names)

@@ -16,6 +16,7 @@ from fedrot.symmetry.describe.family import Family
 from fedrot.symmetry.describe.layers import attention
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import Space
+from fedrot.symmetry.describe.task_heads import UNMEASURED
 from fedrot.symmetry.signs import SignedPermutation
 from tests.families import MEMBERS, model_of, outputs, state_of, symmetry_for
 from tests.models import EVERYTHING, largest_difference, squared_distance
@@ -24,21 +25,25 @@ from tests.models import EVERYTHING, largest_difference, squared_distance
 def test_rotary_heads_that_lie_beside_their_keys_and_values_are_refused() -> None:
     heads = Heads(4, 2, 2, rotary=1)
     projections = Projections.fused("qkv", heads, Units("out"), by_head=True)
-    with pytest.raises(
-        fedrot.SymmetryError, match=r"'qkv' stores 2 heads side by side"
-    ):
+    with pytest.raises(fedrot.SymmetryError, match=r"'qkv' stores 2"):
         attention("", heads, projections)
 
 
 def test_a_space_is_there_with_one_tensor_and_without_another() -> None:
-    space, names = Space(present="a", absent="b"), ((), ("a",), ("a", "b"), ("b",))
+    space = Space(present="a", absent="b")
+    names = ((), ("a",), ("a", "b"), ("b",))
     assert [space.exists(found) for found in names] == [False, True, False, False]
 
 
 def test_buffers_are_known_by_the_end_of_their_names() -> None:
     names = ("embeddings.position_ids", "s.0.mask", "s.0.bitmask", "mask")
     family = Family(
-        "mine", ("mine",), (), (), buffers={"mask": 3, "embeddings.position_ids": 2}
+        "mine",
+        ("mine",),
+        (),
+        (),
+        features=UNMEASURED,
+        buffers={"mask": 3, "embeddings.position_ids": 2},
     )
     expected = {"embeddings.position_ids": 2, "s.0.mask": 3, "mask": 3}
     assert family.describe({}, names)[1] == {

@@ -125,7 +125,7 @@ def _unseen(name: str, group: Group, slot: Slot) -> bool:
     return traits.KEY_BIAS[name] == "all" or still or "pos_key_proj" in slot.tensor
 
 
-CLAIMS: dict[str, tuple[Callable[[str, Group], bool], Iterable[str]]] = {
+CLAIMS = {
     "phases": (lambda _, g: isinstance(g.action, RotaryPhases), traits.ROTARY),
     "signs of frequencies": (
         lambda _, g: isinstance(g.action, RotarySigns),
@@ -203,7 +203,8 @@ def test_a_group_that_leaves_out_one_slot_changes_the_outputs(name: str) -> None
 @outside(*traits.ROTARY, *traits.NORMED)
 def rotary_heads_neither_reflect_nor_rotate(name: str) -> Changes:
     for group in _of_kind(name, RotaryPhases, RotarySigns):
-        heads, dim = group.action.heads, group.action.dim
+        heads = group.action.heads
+        dim = group.action.dim
         eye = torch.eye(dim, dtype=torch.float64)
         reflection = eye.clone()
         reflection[0, 0] = -1
@@ -239,7 +240,8 @@ def heads_do_not_mix(name: str) -> Changes:
     """Not even by a rotation of equal units, which commutes with rotary positions."""
     groups = {g.name: g for g in symmetry_for(name).groups}
     for values in _groups(name, lambda g: g.name.endswith("vo")):
-        heads, dim = values.action.heads, values.action.dim
+        heads = values.action.heads
+        dim = values.action.dim
         turn = torch.eye(heads, dtype=torch.float64)
         turn[:2, :2] = torch.tensor([[0.8, -0.6], [0.6, 0.8]])
         mixing = torch.kron(turn, torch.eye(dim, dtype=torch.float64))[None]
@@ -336,7 +338,8 @@ def gains_allow_no_rotation_of_the_stream(name: str) -> Changes:
 @outside(*traits.RMS)
 def signs_of_an_rms_norm_s_stream_pass_its_gains(name: str) -> Changes:
     (group,) = _groups(name, lambda g: g.part == "residual")
-    sign, state = _one_sign(group.action.units), state_of(name)
+    sign = _one_sign(group.action.units)
+    state = state_of(name)
     everywhere = [replace(slot, unsigned=False) for slot in group.slots]
     yield _change(name, Move(group, sign)), False
     yield _change(name, Move(_with(group, group.action, everywhere), sign)), True

@@ -114,7 +114,8 @@ def test_rotations_of_the_stream_preserve_the_function_of_folded_models(
         assert largest_difference(turned, folded) > 0.1
         assert change(name, turned) <= 1e-10
     # With gains it would change the function, and is refused.
-    state, move = state_of(name), Move(group, group.action.random(seeded(1)))
+    state = state_of(name)
+    move = Move(group, group.action.random(seeded(1)))
     with pytest.raises(fedrot.UpdateError, match="Fold the gains first"):
         fedrot.random_equivalent(state, symmetry.rotated, 1, ("residual",))
     assert change(name, apply_moves(state, [move])) > 1e-4
@@ -134,7 +135,8 @@ def test_rotations_of_the_stream_preserve_the_function_of_folded_models(
 
 
 def test_a_norm_with_only_a_bias_cannot_be_folded_where_a_reader_has_none() -> None:
-    symmetry, state = symmetry_for("gptj"), state_of("gptj")
+    symmetry = symmetry_for("gptj")
+    state = state_of("gptj")
     fold = next(fold for fold in symmetry.folds if fold.bias and not fold.holds_bias)
     state[fold.gain][3] = 0
     with pytest.raises(fedrot.UpdateError, match="canonical=False"):
@@ -174,7 +176,8 @@ def test_tables_that_also_read_a_norm_become_separate() -> None:
 
 @pytest.mark.parametrize("name", TRIED)
 def test_a_rotated_model_meets_its_anchor(name: str) -> None:
-    symmetry, anchor = symmetry_for(name), state_of(name)
+    symmetry = symmetry_for(name)
+    anchor = state_of(name)
     folded = fedrot.canonical(anchor, symmetry)
     update = fedrot.random_equivalent(folded, symmetry.rotated, 6, every_part(name))
     options = fedrot.AlignmentOptions(parts=every_part(name), canonical=True)
@@ -190,8 +193,10 @@ def test_the_rotation_is_the_best_one(name: str) -> None:
     """Against scipy's solution of the same problem, in a basis of what the rotation
     moves.
     """
-    symmetry, group = symmetry_for(name), stream(name)
-    anchor, update = canonical(name), canonical(name, 1)
+    symmetry = symmetry_for(name)
+    group = stream(name)
+    anchor = canonical(name)
+    update = canonical(name, 1)
     options = fedrot.AlignmentOptions(parts=("residual",), canonical=True)
     (move,) = fedrot.align(update, anchor, symmetry, options).moves
     dim = group.action.dim
@@ -215,8 +220,10 @@ def test_activations_turn_with_the_stream(name: str) -> None:
     """Seen after a rotation they are the rotated ones: no basis of the client's is
     preferred.
     """
-    rotated, group = symmetry_for(name).rotated, stream(name)
-    anchor, client = model_of(name), model_of(name)
+    rotated = symmetry_for(name).rotated
+    group = stream(name)
+    anchor = model_of(name)
+    client = model_of(name)
     with_separate_tables(anchor).load_state_dict(canonical(name))
     before = canonical(name, 1)
     move = Move(group, group.action.random(seeded(3)))

@@ -49,20 +49,16 @@ RENAMED = {
     **{
         prefix: inserted(prefix, "^")
         for prefix in (
-            *(
-                "module.",
-                "_orig_mod.",
-                "_fsdp_wrapped_module.",
-                "base_model.model.",
-                "model.",
-                "a.b.",
-            ),
-            *(
-                "module._orig_mod.",
-                "_orig_mod.module.",
-                "model.module.",
-                "module.base_model.model.",
-            ),
+            "module.",
+            "_orig_mod.",
+            "_fsdp_wrapped_module.",
+            "base_model.model.",
+            "model.",
+            "a.b.",
+            "module._orig_mod.",
+            "_orig_mod.module.",
+            "model.module.",
+            "module.base_model.model.",
         )
     },
     "model inside": inserted("module.", r"^(distil)?bert\."),
@@ -79,10 +75,8 @@ RENAMED = {
 def test_wrapped_models_are_described_like_their_own(
     name: str, change: Callable[[str], str]
 ) -> None:
-    plain, state = (
-        symmetry_for(name),
-        {change(key): t for key, t in state_of(name).items()},
-    )
+    plain = symmetry_for(name)
+    state = {change(key): t for key, t in state_of(name).items()}
     assert len(state) == len(plain.shapes)
     symmetry = fedrot.symmetry_of(config_of(name), state)
     assert list(symmetry.groups) == [
@@ -189,7 +183,7 @@ FIRST = next(iter(state_of(BERT)))
 ADAPTER = f"{QUERY}.lora_A.default.weight"
 
 #: The model, what is changed, and words of the error.
-REFUSED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
+REFUSED = {
     **{
         f"architecture {action}": (
             BERT,
@@ -229,11 +223,10 @@ REFUSED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
             (f"'{LAYER}{name}'", "gpt2"),
         )
         for name in (
-            *(
-                "crossattention.self.query.weight",
-                "attention.self.distance_embedding.weight",
-            ),
-            *("adapter.down.weight", "intermediate.dense_gate.weight"),
+            "crossattention.self.query.weight",
+            "attention.self.distance_embedding.weight",
+            "adapter.down.weight",
+            "intermediate.dense_gate.weight",
         )
     },
     **{
@@ -304,12 +297,12 @@ REFUSED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
             (name, "merge_and_unload"),
         )
         for name in (
-            *("lora_A.default.weight", "lora_B.client7.weight", "lora_A.weight"),
-            *(
-                "lora_embedding_A.default",
-                "lora_magnitude_vector.default.weight",
-                "ia3_l.default",
-            ),
+            "lora_A.default.weight",
+            "lora_B.client7.weight",
+            "lora_A.weight",
+            "lora_embedding_A.default",
+            "lora_magnitude_vector.default.weight",
+            "ia3_l.default",
         )
     },
     "an adapter alone": (
@@ -345,7 +338,8 @@ REFUSED: dict[str, tuple[str, Change, tuple[str, ...]]] = {
 def test_models_are_refused_in_words(
     name: str, change: Change, words: tuple[str, ...]
 ) -> None:
-    config, state = config_of(name).to_dict(), state_of(name)
+    config = config_of(name).to_dict()
+    state = state_of(name)
     change(config, state)
     with pytest.raises(fedrot.SymmetryError) as caught:
         fedrot.symmetry_of(config, state)
@@ -365,12 +359,13 @@ def nothing(config: Config, state: State) -> None:
     """Leave the model as it is."""
 
 
-RESIDUAL, ACROSS = ("residual",), ("residual", "output")
+RESIDUAL = ("residual",)
+ACROSS = ("residual", "output")
 NARROW = "bert.encoder.layer.0.output.LayerNorm.weight"
 
 #: The model, what is changed, the parts that are refused then, and a word of the
 #: reason.
-PARTS: dict[str, tuple[str, Change, tuple[str, ...], str]] = {
+PARTS = {
     **{name: (name, nothing, RESIDUAL, "no task head") for name in models.BARE},
     **{
         name: (BERT, tensor(name, ones(3, WIDTH)), ACROSS, name)

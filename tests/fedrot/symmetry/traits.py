@@ -45,7 +45,8 @@ KEY_BIAS = dict.fromkeys(
         "bart-classifier",
         "vit deit gpt2 gpt2-classifier opt opt-open opt-projected",
         "clip clip-classifier clip-text clip-image clip-text-bare",
-        *(*ALIBI, *FIXED),
+        *ALIBI,
+        *FIXED,
     ),
     "all",
 )

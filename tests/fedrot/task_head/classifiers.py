@@ -68,7 +68,7 @@ def rows_of(
     """Return the inputs of the last layer, the labels and the logits of every row that
     has a label.
     """
-    seen: list[Tensor] = []
+    seen = []
     layer = model.get_submodule(LAST[name])
     handle = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     rows = []

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import scipy.optimize
 import torch
@@ -62,15 +61,18 @@ def test_losses_of_heads_are_those_of_models_with_these_heads(name: str) -> None
     partner.
     """
     bodies = [model_of(name), model_of(name, state_of(name, seed=1))]
-    batches, head = [batch_for(name, 4, seed=1), batch_for(name, 3, seed=2)], LAST[name]
-    factors, partners = ((1, 2, -1), (1, 0.5)), ((-1, 0, 1), (-1, 0))
+    batches = [batch_for(name, 4, seed=1), batch_for(name, 3, seed=2)]
+    head = LAST[name]
+    factors = ((1, 2, -1), (1, 0.5))
+    partners = ((-1, 0, 1), (-1, 0))
     given = [
         heads_of(name, *each) for each in zip(bodies, factors, partners, strict=True)
     ]
     found = compare_losses(iter(bodies), batches, head, given)
-    of_rows: list[list[np.ndarray]] = []
+    of_rows = []
     for model, heads in zip(bodies, given, strict=True):
-        state, start = model.state_dict(), len(of_rows)
+        state = model.state_dict()
+        start = len(of_rows)
         for index, partner in enumerate(heads.partner.tolist()):
             place = len(of_rows)
             own = {
@@ -95,7 +97,8 @@ def test_losses_of_heads_are_those_of_models_with_these_heads(name: str) -> None
 
 
 def test_one_model_may_come_with_other_weights_and_not_with_other_rows() -> None:
-    model, rows = model_of("bert"), [batch_for("bert", 4, seed) for seed in (1, 2)]
+    model = model_of("bert")
+    rows = [batch_for("bert", 4, seed) for seed in (1, 2)]
     heads = [heads_of("bert", model, [1], [-1])]
 
     def models(change: Callable[[], object]) -> Iterator[Any]:
@@ -112,7 +115,7 @@ def test_one_model_may_come_with_other_weights_and_not_with_other_rows() -> None
     alone = compare_losses([model], rows, "classifier", heads)
     torch.testing.assert_close(found.losses[1:], alone.losses)
     assert found.losses[0, ONE] != found.losses[1, ONE]
-    with pytest.raises(FedrotError, match="held-out rows of two models differ"):
+    with pytest.raises(FedrotError, match="differ"):
         compare_losses(models(rows.reverse), rows, "classifier", heads * 2)
     with pytest.raises(UpdateError, match="different numbers of heads"):
         alone + found
@@ -186,9 +189,9 @@ def test_a_temperature_folds_into_the_dtype_of_the_layer_or_is_refused() -> None
     assert (cooled["score.weight"].item(), cooled["score.bias"].item()) == (1.5, 0.5)
     assert state["score.weight"].item() == 3
     for temperature in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(FedrotError, match="must be positive and finite"):
+        with pytest.raises(FedrotError, match="positive"):
             with_temperature(state, "score", temperature)
-    with pytest.raises(FedrotError, match="The model has no layer 'classifier'"):
+    with pytest.raises(FedrotError, match="no layer 'classifier'"):
         with_temperature(state, "classifier", 2.0)
 
 
@@ -207,10 +210,10 @@ def test_a_temperature_folds_into_the_dtype_of_the_layer_or_is_refused() -> None
             lambda s: {"squares": s.squares[0]},
             r"squares are torch.float64 \[49\], not float64",
         ),
-        (lambda s: {"losses": s.losses * math.nan}, "losses are negative, NaN or Inf"),
-        (lambda s: {"squares": -s.losses}, "squares are negative, NaN or Inf"),
+        (lambda s: {"losses": s.losses * math.nan}, "losses are negative"),
+        (lambda s: {"squares": -s.losses}, "squares are negative"),
         (lambda s: {"counts": s.counts * 0}, "of 0.0 rows"),
-        (lambda s: {"counts": s.counts * math.inf}, "counts are negative, NaN or Inf"),
+        (lambda s: {"counts": s.counts * math.inf}, "counts are negative"),
         (lambda s: {"counts": s.counts.flip(0)}, "of 3.0 rows"),
     ],
 )

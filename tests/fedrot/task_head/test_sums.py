@@ -47,7 +47,8 @@ def assert_close(
 ) -> None:
     assert torch.equal(found.counts, expected.counts)
     for name in ("sums", "gram"):
-        ours, theirs = getattr(found, name), getattr(expected, name)
+        ours = getattr(found, name)
+        theirs = getattr(expected, name)
         assert (ours.dtype, ours.device.type) == (torch.float64, "cpu")
         assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max(), name
 
@@ -56,7 +57,8 @@ def assert_close(
 def test_sums_losses_and_logits_of_every_family_are_those_of_a_loop_over_rows(
     name: str,
 ) -> None:
-    model, head = model_of(name), LAST[name]
+    model = model_of(name)
+    head = LAST[name]
     batches = [batch_for(name, 6, seed=1), batch_for(name, 5, seed=2)]
     nothing = {**batches[0], "labels": torch.full_like(batches[0]["labels"], -1)}
     features, labels, logits = rows_of(model, batches, name)
@@ -107,9 +109,7 @@ def test_features_are_within_what_the_model_allows(name: str) -> None:
         collect_classes(model, [batch_for(name, 6)], LAST[name]).check_within(largest)
         for signs in ([1, 1], [1, -1]):
             features = 1.03 * np.outer(signs, largest.numpy())
-            with pytest.raises(
-                UpdateError, match="larger than the model's features can be"
-            ):
+            with pytest.raises(UpdateError, match="larger than"):
                 sums_of(features, np.array([1, 1])).check_within(largest)
 
 
@@ -142,12 +142,11 @@ def test_features_and_losses_of_half_precision_are_summed_in_float64(
 
 
 def test_neither_order_nor_size_of_batches_matters_and_clients_add_up() -> None:
-    model, batch = model_of("gpt2-classifier"), batch_for("gpt2-classifier", 6)
+    model = model_of("gpt2-classifier")
+    batch = batch_for("gpt2-classifier", 6)
     single = [{key: v[i : i + 1] for key, v in batch.items()} for i in (4, 0, 5, 2, 3)]
-    whole, losses = (
-        collect_classes(model, [batch], "score"),
-        collect_losses(model, [batch]),
-    )
+    whole = collect_classes(model, [batch], "score")
+    losses = collect_losses(model, [batch])
     assert_close(collect_classes(model, single, "score"), whole)
     parts = (single[:1], single[1:4], single[4:])
     clients = [collect_classes(model, rows, "score") for rows in parts]
@@ -166,7 +165,8 @@ def test_a_head_is_written_in_the_models_dtype_and_refused_where_it_does_not_fit
         "score.weight": torch.zeros(3, 5, dtype=torch.float16),
         "other": torch.zeros(2),
     }
-    weight, bias = torch.ones(3, 5).double(), torch.zeros(3).double()
+    weight = torch.ones(3, 5).double()
+    bias = torch.zeros(3).double()
     after = with_task_head(state, "score", weight, bias)
     assert after["score.weight"].dtype == torch.float16
     assert torch.equal(after["score.weight"], torch.ones(3, 5).half())
@@ -263,9 +263,9 @@ def test_a_model_without_one_head_of_classes_is_told(
 @pytest.mark.parametrize(
     ("name", "head", "message"),
     [
-        ("camembert", "classifier.dense", "are not the model's logits"),
-        ("bert", "bert.encoder.layer.1.output.dense", "are not the model's logits"),
-        ("deit", "cls_classifier", "are not the model's logits"),
+        ("camembert", "classifier.dense", "model's logits"),
+        ("bert", "bert.encoder.layer.1.output.dense", "model's logits"),
+        ("deit", "cls_classifier", "model's logits"),
         ("bert", "bert.embeddings.word_embeddings", "has no linear layer"),
         ("bert", "score", "has no linear layer 'score'"),
     ],
@@ -283,7 +283,8 @@ class _Odd(nn.Module):
 
     def __init__(self, logits: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
-        self.score, self.logits = nn.Linear(4, CLASSES), logits
+        self.score = nn.Linear(4, CLASSES)
+        self.logits = logits
 
     def forward(self, x: Tensor) -> Any:
         found = self.logits(self.score, x)
@@ -306,7 +307,7 @@ def test_logits_that_are_not_the_outputs_of_the_head_are_refused(
     logits: Any, rows: int
 ) -> None:
     batch = {"x": torch.randn(rows, 4), "labels": torch.arange(rows) % CLASSES}
-    with pytest.raises(FedrotError, match="are not the model's logits"):
+    with pytest.raises(FedrotError, match="model's logits"):
         collect_classes(_Odd(logits), [batch], "score")
 
 
@@ -316,7 +317,7 @@ def test_logits_that_are_not_the_outputs_of_the_head_are_refused(
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([-100, -100], "No row has a label"),
+        ([-100, -100], "No row"),
         (None, "A batch has no 'labels'"),
         ([0, 3], "A label is 3, but the model has 3 classes"),
         ([0.0, 1.0], r"labels are torch.float32 \[2\]"),
@@ -335,15 +336,16 @@ def test_labels_that_are_no_classes_are_refused(labels: Any, message: str) -> No
 def test_no_rows_classes_or_logits_and_features_that_are_not_finite_are_refused() -> (
     None
 ):
-    vit, batch = model_of("vit"), batch_for("vit", 3)
+    vit = model_of("vit")
+    batch = batch_for("vit", 3)
     for collect in (lambda m, b: collect_classes(m, b, "classifier"), collect_losses):
-        with pytest.raises(FedrotError, match="No row has a label"):
+        with pytest.raises(FedrotError, match="No row"):
             collect(vit, [])
     language = {**inputs("gpt2"), "labels": inputs("gpt2")["input_ids"]}
-    with pytest.raises(FedrotError, match="GPT2LMHeadModel predicts the next token"):
+    with pytest.raises(FedrotError, match="GPT2LMHeadModel predicts"):
         collect_classes(model_of("gpt2"), [language], "lm_head")
     bare = model_of("bert").bert
-    with pytest.raises(FedrotError, match="The output of BertModel has no logits"):
+    with pytest.raises(FedrotError, match="BertModel has no logits"):
         collect_losses(bare, [batch_for("bert", 2)])
     batch["pixel_values"][0, 0, 0, 0] = torch.inf
     with pytest.raises(UpdateError, match="hold NaN or Inf"):

@@ -124,7 +124,8 @@ def test_what_is_missing_is_done_again_with_the_same_result(
     run: Path, grid_file: Path
 ) -> None:
     """One pair is gone, and an interrupted write left its temporary file."""
-    before, files = read_rows(run / "rows.jsonl"), contents(run)
+    before = read_rows(run / "rows.jsonl")
+    files = contents(run)
     (run / "lines/labels-same.0-1.jsonl").unlink()
     (run / "lines/.labels-same.0-1.jsonl.1").write_text('{"half')
     output = laboratory.run(grid_file, "--out", run, "--workers", 1)
@@ -145,7 +146,8 @@ def test_a_failing_pair_leaves_what_was_done(
         raise RuntimeError("out of luck")
 
     monkeypatch.setitem(METHODS, "failing", MatchingMethod(refine=fail))
-    path, out = tmp_path / "grid.toml", tmp_path / "run"
+    path = tmp_path / "grid.toml"
+    out = tmp_path / "run"
     path.write_text(GRID.replace('task = "mlm"', 'task = "mlm"\nmethods = ["failing"]'))
     output = laboratory.run(path, "--out", out, "--workers", 1, code=1)
     assert "FAILED" in output
@@ -217,12 +219,12 @@ def test_what_is_no_grid_or_lies_elsewhere(grid_file: Path, tmp_path: Path) -> N
             says="only on experiments",
         )
     (tmp_path / "config.json").write_text('{"commands": [], "experiments": []}')
-    with pytest.raises(FileExistsError, match="holds a run of another kind"):
+    with pytest.raises(FileExistsError, match="another kind"):
         run_grid(read_cells(grid_file), tmp_path, "command", print)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     path = tmp_path / "grid.toml"
     path.write_text(GRID.replace('"tokens"', '"Labels"').replace("disjoint", "same"))
-    with pytest.raises(FedrotError, match="each with a name of its own"):
+    with pytest.raises(FedrotError, match="of its own"):
         read_cells(path)
     # Where the data lie is no setting.
     here, there = (

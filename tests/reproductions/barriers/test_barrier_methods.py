@@ -61,7 +61,7 @@ def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_method_hides_labels_and_changes_neither_model(
     task: Task, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[set[str]] = []
+    seen = []
     original = methods.collect_activations
 
     def spy(anchor: Any, client: Any, batches: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,10 +72,8 @@ def test_every_method_hides_labels_and_changes_neither_model(
     monkeypatch.setattr(methods, "collect_activations", spy)
     client = build_model(task.experiment, task.data, seed=1)
     before = [copy.deepcopy(m.state_dict()) for m in (model, client)]
-    symmetry, batches = (
-        symmetry_of(model.config, model.state_dict()),
-        training_batches(task, model, 64),
-    )
+    symmetry = symmetry_of(model.config, model.state_dict())
+    batches = training_batches(task, model, 64)
     assert sum(len(batch["labels"]) for batch in batches) == 64
     assert any((batch["input_ids"] == 4).any() for batch in batches), (
         "tokens are masked"
@@ -112,10 +110,8 @@ def test_whole_model_methods_undo_a_random_equivalent(
 def test_methods_that_rotate_the_stream_undo_a_rotation_of_it() -> None:
     task = task_of(Experiment(task="clm", architecture="gpt2", **SMALL).to_json())
     model = build_model(task.experiment, task.data, seed=0)
-    symmetry, batches = (
-        symmetry_of(model.config, model.state_dict()),
-        training_batches(task, model, 64),
-    )
+    symmetry = symmetry_of(model.config, model.state_dict())
+    batches = training_batches(task, model, 64)
     folded = canonical(model.state_dict(), symmetry)
     client = with_state(
         model, random_equivalent(folded, symmetry.rotated, 3, WHOLE_MODEL)
@@ -148,10 +144,8 @@ def test_a_method_may_refine_the_client(
     task: Task, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = build_model(task.experiment, task.data, seed=1)
-    symmetry, batches = (
-        symmetry_of(model.config, model.state_dict()),
-        training_batches(task, model, 64),
-    )
+    symmetry = symmetry_of(model.config, model.state_dict())
+    batches = training_batches(task, model, 64)
     moved = match(METHODS["whole"], model, client, symmetry, batches)
 
     def refine(anchor: Any, aligned: Any, *_: object) -> dict[str, torch.Tensor]:
@@ -171,10 +165,8 @@ def test_the_ends_are_exact_and_dtypes_stay(dtype: torch.dtype) -> None:
     a, b = ({"w": torch.randn(50, generator=generator).to(dtype)} for _ in range(2))
     assert torch.equal(interpolate(a, b, 0)["w"], a["w"])
     assert torch.equal(interpolate(a, b, 1)["w"], b["w"])
-    middle, exact = (
-        interpolate(a, b, 0.3)["w"],
-        0.7 * a["w"].double() + 0.3 * b["w"].double(),
-    )
+    middle = interpolate(a, b, 0.3)["w"]
+    exact = 0.7 * a["w"].double() + 0.3 * b["w"].double()
     torch.testing.assert_close(
         middle, exact.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6
     )

@@ -26,7 +26,7 @@ def seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Arguments of the runs that commands would start."""
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    calls = []
     monkeypatch.setattr(
         simulate, "simulate", lambda *given, **options: calls.append((given, options))
     )
@@ -36,7 +36,7 @@ def seen(
 def test_simulate_has_at_most_fifteen_options_and_each_is_a_setting_or_of_the_run() -> (
     None
 ):
-    group: Any = typer.main.get_command(app)
+    group = typer.main.get_command(app)
     options = [
         p for p in group.commands["simulate"].params if isinstance(p, click.Option)
     ]
@@ -110,7 +110,7 @@ def test_a_wrong_setting_is_named(
 
 
 #: An exception, its exit code and what is said.
-ERRORS: list[tuple[BaseException, int, str]] = [
+ERRORS = [
     (RuntimeError("2 of 3 parts failed"), FAILED, "Error: 2 of 3 parts failed"),
     (ValueError("alpha is 0"), BAD_INPUT, "Error: alpha is 0"),
     (FileExistsError("it has a run"), BAD_INPUT, "Error: it has a run"),

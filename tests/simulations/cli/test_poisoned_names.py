@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from fedrot.simulations.cli.app import app, prepare
-from fedrot.simulations.models import loading
+from fedrot.simulations.pretrained import loading
 from tests.models import fresh_model
 from tests.simulations.commands import SMALL, settings
 from tests.simulations.saved.folders import WEIGHTS, change, configure, saved, tokenizer
@@ -43,7 +42,7 @@ def table(header: str, row: str) -> str:
 
 
 #: A file, its content and the command that reads it, by what has the name.
-FILES: dict[str, tuple[str, str, str]] = {
+FILES = {
     "label": ("a.csv", table("text,label", f"a,{POISON}"), DATA),
     "column": ("a.csv", table(f"{POISON},label", "a,b"), DATA),
     "tag": ("a.jsonl", TAGS, f"{DRY} --task ner --data"),
@@ -66,7 +65,7 @@ FILES: dict[str, tuple[str, str, str]] = {
 }
 
 #: What is done to a model, by what has the name.
-MODELS: dict[str, Callable[[Path], object]] = {
+MODELS = {
     "tensor": partial(
         change, function=lambda held: {f"{POISON}.{n}": t for n, t in held.items()}
     ),
@@ -102,7 +101,7 @@ def adapters(folder: Path) -> list[str]:
 
 
 #: The command that reads a folder, by what has the name.
-FOLDERS: dict[str, Callable[[Path], list[str]]] = {
+FOLDERS = {
     "folder of a class": images,
     "adapter": adapters,
 }

@@ -11,7 +11,6 @@ import sys
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -24,7 +23,7 @@ from fedrot.simulations.experiment import Experiment, read_experiments
 from tests.models import fresh_model
 from tests.simulations.commands import run
 
-GROUP: Any = typer.main.get_command(app)
+GROUP = typer.main.get_command(app)
 COMMANDS = GROUP.commands
 
 
@@ -88,39 +87,40 @@ def test_brackets_in_a_name_are_no_markup(name: str, tmp_path: Path) -> None:
 
 
 HEAVY = {
-    *(
-        "torch",
-        "scipy",
-        "transformers",
-        "flwr",
-        "datasets",
-        "flwr_datasets",
-        "matplotlib",
-        "ray",
-    ),
-    *(
-        "numpy",
-        "pyarrow",
-        "pandas",
-        "safetensors",
-        "huggingface_hub",
-        "peft",
-        "sklearn",
-        "jinja2",
-    ),
+    "torch",
+    "scipy",
+    "transformers",
+    "flwr",
+    "datasets",
+    "flwr_datasets",
+    "matplotlib",
+    "ray",
+    "numpy",
+    "pyarrow",
+    "pandas",
+    "safetensors",
+    "huggingface_hub",
+    "peft",
+    "sklearn",
+    "jinja2",
 }
 
 #: Mistakes in the values of options, and in a setting.
 MISTAKES = (
-    *("--task wrong", "--rounds -1", "--rounds much", "--seeds 3-1", "--wrong 1"),
-    *(
-        "--set wrong=1",
-        "--set width=0",
-        "--set start=wrong",
-        "--model minilm --set width=8",
-    ),
-    *("--set architecture=vit", "--task mlm --set label_kind=single", "a.toml"),
-    *("--strategies wrong", "--set lora=r"),
+    "--task wrong",
+    "--rounds -1",
+    "--rounds much",
+    "--seeds 3-1",
+    "--wrong 1",
+    "--set wrong=1",
+    "--set width=0",
+    "--set start=wrong",
+    "--model minilm --set width=8",
+    "--set architecture=vit",
+    "--task mlm --set label_kind=single",
+    "a.toml",
+    "--strategies wrong",
+    "--set lora=r",
 )
 
 

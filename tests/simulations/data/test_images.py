@@ -16,16 +16,15 @@ import pytest
 import torch
 from PIL import Image
 
-from fedrot.simulations.data import encode
+from fedrot.simulations.data import pictures
 from fedrot.simulations.data.read import DataError
+from fedrot.simulations.tasks.registry import read_encoded
 from tests.simulations.data.files import chosen, write
 
 
 def load(data: object, data_dir: Path | None = None, **fields: Any) -> Any:
     """Return the data, and the pixels of training and held-out rows."""
-    data, train, test = encode.read_encoded(
-        chosen(data, data_dir, task="image", **fields)
-    )
+    data, train, test = read_encoded(chosen(data, data_dir, task="image", **fields))
     assert train.pixels.dtype == test.pixels.dtype == np.uint8
     return data, train.pixels, test.pixels
 
@@ -62,10 +61,10 @@ DRAWN.putpalette([255, 0, 0, 0, 255, 0])
 ODD = np.array([[np.nan, np.inf], [1, 3]], dtype=np.float32)
 FLAT = np.full((2, 2), 0.5, dtype=np.float32)
 
-TURNED: dict[str, dict[str, Any]] = {"png": {}, "jpeg": {"quality": 100}}
+TURNED = {"png": {}, "jpeg": {"quality": 100}}
 
 #: A file, and the pixels of its grey or coloured image.
-SEEN: dict[str, tuple[bytes, Any]] = {
+SEEN = {
     **{
         f"turned {f}": (encoded(LEFT, f, exif=UPSIDE, **o), TOP)
         for f, o in TURNED.items()
@@ -116,7 +115,8 @@ SEEN: dict[str, tuple[bytes, Any]] = {
 
 @pytest.mark.parametrize("name", SEEN)
 def test_pictures_are_as_they_are_seen(name: str, tmp_path: Path) -> None:
-    file, expected = SEEN[name][0], np.asarray(SEEN[name][1])
+    file = SEEN[name][0]
+    expected = np.asarray(SEEN[name][1])
     path = write(tmp_path / "seen.parquet", image=[file] * 10, label=["a", "b"] * 5)
     data, pixels, _ = load(path)
     assert (data.channels, data.side) == (1 if expected.ndim == 2 else 3, len(expected))
@@ -190,7 +190,7 @@ def test_folders_without_images_are_refused(
 
 @pytest.mark.parametrize("kind", ["bytes", "wrapped", "paths"])
 def test_a_table_of_images(kind: str, tmp_path: Path) -> None:
-    files: Any = [png((i, 0, 0)) for i in range(4)]
+    files = [png((i, 0, 0)) for i in range(4)]
     if kind == "wrapped":
         files = [{"bytes": file, "path": None} for file in files]
     if kind == "paths":
@@ -201,7 +201,8 @@ def test_a_table_of_images(kind: str, tmp_path: Path) -> None:
             for number in range(4)
         ]
         files = pa.array(paths, pa.struct({"bytes": pa.binary(), "path": pa.string()}))
-    names, split = ["no", "yes", "no", "yes"], ["train", "train", "test", "test"]
+    names = ["no", "yes", "no", "yes"]
+    split = ["train", "train", "test", "test"]
     path = tmp_path / "images" / "mine.parquet"
     write(
         path, img=files, image=files, label=[0, 1, 0, 1], label_name=names, split=split
@@ -218,7 +219,7 @@ def test_a_table_of_images(kind: str, tmp_path: Path) -> None:
 NUMBERS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 1.0]}
 #: Fields of a model's configuration and of its processor, and the side and channels, or
 #: an error.
-MODELS: list[tuple[dict[str, Any], dict[str, Any] | None, Any]] = [
+MODELS = [
     ({"image_size": 12}, NUMBERS, (12, 3)),
     ({"image_size": 12}, None, (12, 3)),
     ({"image_size": 12, "num_channels": 1}, {"image_mean": None}, (12, 1)),
@@ -236,7 +237,7 @@ def test_a_pretrained_model_reads_its_own_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = SimpleNamespace(model_type="mine", **fields)
-    monkeypatch.setattr(encode, "pretrained_settings", lambda _: settings)
+    monkeypatch.setattr(pictures, "pretrained_settings", lambda _: settings)
     if processor:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     red = write(
@@ -247,9 +248,9 @@ def test_a_pretrained_model_reads_its_own_size(
     experiment = chosen(red, task="image", model=str(tmp_path))
     if isinstance(expected, str):
         with pytest.raises(DataError, match=expected):
-            encode.read_encoded(experiment)
+            read_encoded(experiment)
         return
-    data, *both = encode.read_encoded(experiment)
+    data, *both = read_encoded(experiment)
     assert (data.side, data.channels) == expected
     colours = (
         [200, 0, 0] if data.channels == 3 else [60]
@@ -270,7 +271,7 @@ def test_a_pretrained_model_reads_its_own_size(
 
 def test_images_of_an_experiment_without_a_model() -> None:
     limits = {"train_limit": 20, "test_limit": 10}
-    data, train, test = encode.read_encoded(chosen("digits", task="image", **limits))
+    data, train, test = read_encoded(chosen("digits", task="image", **limits))
     assert (len(train), len(test), train.lengths(np.arange(3)).tolist()) == (
         20,
         10,

@@ -23,11 +23,12 @@ from tests.simulations.data.files import ROWS, TEXTS, chosen, classes, repeated,
 SINGLE, SCORES, MULTI = (
     {"label_kind": kind} for kind in ("single", "regression", "multi")
 )
-TEXT_FILES, TYPED_FILES = (".csv",), (".jsonl", ".parquet")
+TEXT_FILES = (".csv",)
+TYPED_FILES = (".jsonl", ".parquet")
 #: Labels, options, and what they are: names of classes, "regression", or a word of the
 #: error.
 Case = tuple[Any, dict[str, Any], Any]
-EVERYWHERE: dict[str, Case] = {
+EVERYWHERE = {
     "texts": ([" a", "b ", "a"], {}, ("a", "b")),
     "leading zeros": (["00012", "12"], {}, ("00012", "12")),
     "signs and underlines": (["+1", "1_0", "-0"], {}, ("+1", "-0", "1_0")),
@@ -52,12 +53,12 @@ EVERYWHERE: dict[str, Case] = {
     "spaces alone": (["a", " \t"], {}, r"row\(s\) 2, 4,"),
     "an unseen character alone": (["a", "\u200b"], {}, r"row\(s\) 2, 4,"),
 }
-TEXT_ONLY: dict[str, Case] = {
+TEXT_ONLY = {
     "numbers and texts": ([1, "x"], {}, ("1", "x")),
     "whole scores": ([1.0, 0.0], {}, ("0.0", "1.0")),
     "not finite": ([0.5, "inf"], SCORES, r"row\(s\) 2, 4,"),
 }
-TYPED_ONLY: dict[str, Case] = {
+TYPED_ONLY = {
     "scores": ([0.5, 1.5], {}, "regression"),
     "whole scores": ([1.0, 0.0], {}, "regression"),
     "whole scores as classes": ([10.0, 9.0, -1.0], SINGLE, ("-1", "9", "10")),
@@ -76,7 +77,7 @@ TYPED_ONLY: dict[str, Case] = {
     ),
 }
 #: Types of Parquet.
-PARQUET_ONLY: dict[str, Case] = {
+PARQUET_ONLY = {
     "uint64": (
         pa.array([2**64 - 1, 2**64 - 2], pa.uint64()),
         {},
@@ -118,7 +119,7 @@ CASES = [
 def test_labels(case: Case, suffix: str, tmp_path: Path) -> None:
     labels, options, expected = case
     typed = isinstance(labels, pa.Array)
-    rows: Any = pa.concat_arrays([labels] * (ROWS // 2)) if typed else repeated(labels)
+    rows = pa.concat_arrays([labels] * (ROWS // 2)) if typed else repeated(labels)
     path = write(tmp_path / f"mine{suffix}", text=TEXTS, label=rows)
     if isinstance(expected, str) and expected != "regression":
         with pytest.raises(DataError, match=expected) as caught:
@@ -153,10 +154,8 @@ def test_labels(case: Case, suffix: str, tmp_path: Path) -> None:
 
 
 def read(train: pa.Table, test: pa.Table, names: Any = None, **fields: Any) -> Any:
-    source, experiment = (
-        Source({"train": train, "test": test}, names or {}),
-        chosen("it", **fields),
-    )
+    source = Source({"train": train, "test": test}, names or {})
+    experiment = chosen("it", **fields)
     return labelled(
         source, experiment, label_columns(source, experiment), [], lambda _: [[]]
     )
@@ -213,7 +212,7 @@ def test_classes_that_look_alike_are_named(labels: list[str], alike: str) -> Non
 
 #: Columns of training rows, of held-out rows, the hub's names; names and held-out
 #: labels.
-NAMED: list[tuple[dict[str, Any], dict[str, Any], Any, Any]] = [
+NAMED = [
     (
         {"label": ["0", "1"]},
         {"label": ["2", "0"]},
@@ -242,7 +241,7 @@ def test_names_of_classes(train: Any, test: Any, names: Any, expected: Any) -> N
 TRUE, FALSE, MIXED = [True, False], [False, True], ["True", "false"]
 #: Columns of training rows, of held-out rows, options, and kind with training labels,
 #: or an error.
-SEVERAL: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any]] = [
+SEVERAL = [
     ({"x": TRUE, "y": FALSE}, {}, {}, ("single", [0, 1])),
     ({"x": TRUE, "y": TRUE}, {"y": FALSE}, {}, ("multi", [[1, 1], [0, 0]])),
     ({"x": TRUE, "y": FALSE}, {"y": TRUE}, {}, ("multi", [[1, 0], [0, 1]])),
@@ -299,7 +298,7 @@ def test_a_file_is_divided_by_class_and_always_alike(tmp_path: Path) -> None:
         )
         assert classes(data) == dict(zip(TEXTS, uneven, strict=True))
         found[data.test.inputs, data.train.inputs] = suffix
-        numbers: Any = data.test.columns["number"]
+        numbers = data.test.columns["number"]
         assert [TEXTS[int(n)] for n in numbers] == [*data.test.inputs]
     assert len(found) == 1
     for labels in (

@@ -51,7 +51,7 @@ OPEN = "quotation mark is not closed|unexpected end of data|',' expected"
 #: A parser that recurses ends the process at so many brackets.
 DEEP = "[" * 300_000
 #: Name and content of a file, and what is said.
-REFUSED: dict[str, tuple[str, str | bytes, str]] = {
+REFUSED = {
     "UTF-16": ("a.csv", "text,label\na,1\n".encode("utf-16"), ZIPPED),
     "gzip": ("a.csv", gzip.compress(b"text,label\na,1\n"), ZIPPED),
     "gzip of Parquet": (
@@ -113,7 +113,7 @@ def test_what_is_no_table_is_refused_with_the_cause(name: str, tmp_path: Path) -
 
 
 #: Name and content of a file with ten rows of two classes.
-READ: dict[str, tuple[str, str | bytes]] = {
+READ = {
     "upper case": ("A.CSV", HEAD + ROWS),
     "spaces and a mark": ("a.csv", "\ufeff text , label \n" + ROWS),
     "empty lines": ("a.csv", (HEAD + ROWS).replace("\n", "\n\n")),
@@ -228,7 +228,7 @@ def test_paragraphs_of_plain_text_are_rows(tmp_path: Path) -> None:
 
 
 #: Files of a data folder, the name that is given, and the files that are read.
-PLACES: list[tuple[str, str, str]] = [
+PLACES = [
     ("mine.csv mine.parquet", "mine.csv", "mine.csv"),
     ("mine.parquet mine/train.parquet mine/test.parquet", "mine", "mine.parquet"),
     ("any/mine.parquet glue/mine.parquet", "mine", "any/mine.parquet"),
@@ -324,7 +324,7 @@ def test_what_is_not_found_is_told_without_a_network(
         written(tmp_path, file, parquet(text=["a"]))
     with pytest.raises(DataError, match=message):
         find(name, tmp_path)
-    with pytest.raises(DataError, match=r"data folder .* does not exist"):
+    with pytest.raises(DataError, match=r"not exist"):
         find(name, tmp_path / "missing")
 
 
@@ -342,7 +342,7 @@ def hub_rows(*texts: str, hidden: bool = False) -> datasets.Dataset:
 
 #: Rows of the splits of a data set of ``datasets`` (hidden labels: negative); what is
 #: read, or said.
-SPLITS: dict[str, tuple[dict[str, int], Any]] = {
+SPLITS = {
     "three": ({"train": 4, "test": 2, "validation": 1}, (4, 1)),
     "training rows alone": ({"train": 10}, (8, 2)),
     "no training rows": ({"first": 10, "test": 2}, "split 'train'"),
@@ -364,7 +364,7 @@ def test_data_sets_of_the_hub_and_saved_ones(
     sizes, expected = SPLITS[name]
     rows = {s: hub_rows(*TEXTS[: abs(n)], hidden=n < 0) for s, n in sizes.items()}
     found = rows.get("") or datasets.DatasetDict(rows)
-    asked: list[Any] = []
+    asked = []
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *names: asked.append(names) or found
     )

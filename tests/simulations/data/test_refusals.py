@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from fedrot.simulations.data.encode import read_encoded
 from fedrot.simulations.data.read import DataError
+from fedrot.simulations.tasks.registry import read_encoded
 from tests.simulations.data.files import TEXTS, chosen, repeated, write
 from tests.simulations.data.test_images import png
 from tests.simulations.data.test_texts import MARKS, SPLIT, WORDS
 
 #: Columns of a table that can be used, by task.
-TABLES: dict[str, dict[str, Any]] = {
+TABLES = {
     "classification": {"text": TEXTS, "label": repeated(["glad", "sad"])},
     "ner": {"tokens": WORDS, "ner_tags": MARKS, "split": SPLIT},
     "image": {"image": [png(1)] * 2, "label": [0, 1], "split": ["train", "test"]},
 }
 HOLE = [{"bytes": png(1), "path": None}, {"bytes": None, "path": None}]
 #: Task, columns that are changed (None: left out), options, and a word of the error.
-REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+REFUSED = [
     (
         "classification",
         {},

@@ -12,12 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from fedrot.simulations.data.encode import (
-    IGNORED,
-    bundled_tokenizer,
-    encode,
-    read_encoded,
-)
+from fedrot.simulations.data import IGNORED
+from fedrot.simulations.data.encode import encode
 from fedrot.simulations.data.labels import LABEL, Split
 from fedrot.simulations.data.read import DataError, Source
 from fedrot.simulations.data.texts import (
@@ -27,6 +23,8 @@ from fedrot.simulations.data.texts import (
     load_tags,
     load_texts,
 )
+from fedrot.simulations.data.tokenizers import bundled_tokenizer
+from fedrot.simulations.tasks.registry import read_encoded
 from tests.simulations.data.files import TEXTS, chosen, repeated, shared_data, write
 from tests.simulations.data.wordpiece import SPECIAL_TOKENS, train_wordpiece
 
@@ -328,7 +326,8 @@ def test_what_is_no_domain_is_named(
 def test_domains_may_have_any_number_of_labels_and_their_own_limits(
     tmp_path: Path,
 ) -> None:
-    glad, sad = [True, True, False] * 4, [True, False, False] * 4
+    glad = [True, True, False] * 4
+    sad = [True, False, False] * 4
     columns = {"glad": glad, "sad": sad, "split": ["train"] * 8 + ["test"] * 4}
     write(tmp_path / "many.parquet", text=[*map(str, range(12))], **columns)
     lines = [f"line {row}" for row in range(20)]

@@ -26,7 +26,8 @@ def train_wordpiece(texts: Iterable[str]) -> Tokenizer:
     """Train a lower-casing BERT WordPiece tokenizer; the same texts give the same
     vocabulary.
     """
-    texts, normalizer = list(texts), normalizers.BertNormalizer(lowercase=True)
+    texts = list(texts)
+    normalizer = normalizers.BertNormalizer(lowercase=True)
     characters = Counter(
         c for text in texts for c in normalizer.normalize_str(text) if not c.isspace()
     )

@@ -27,23 +27,19 @@ from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from tests.strategies.fakes import Client, FakeGrid, failure
 
-SMALL: dict[str, Any] = {
-    **{
-        "train_limit": 60,
-        "test_limit": 17,
-        "layers": 1,
-        "width": 16,
-        "heads": 2,
-        "max_length": 16,
-    },
-    **{
-        "clients": 2,
-        "holdout": 0.2,
-        "rounds": 2,
-        "seeds": [0],
-        "partition": "dirichlet:1",
-    },
-    **{"strategies": "fedavg"},
+SMALL = {
+    "train_limit": 60,
+    "test_limit": 17,
+    "layers": 1,
+    "width": 16,
+    "heads": 2,
+    "max_length": 16,
+    "clients": 2,
+    "holdout": 0.2,
+    "rounds": 2,
+    "seeds": [0],
+    "partition": "dirichlet:1",
+    "strategies": "fedavg",
 }
 TEST = ("test", tuple(range(17)))
 
@@ -163,10 +159,8 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
         ) -> dict[str, float]:
             name = "test" if split is task.test else "train"
             played.evaluated.append((name, tuple(rows.tolist())))
-            bias, weight = (
-                model.classifier.bias[0].detach(),
-                model.classifier.weight[0, 0].detach(),
-            )
+            bias = model.classifier.bias[0].detach()
+            weight = model.classifier.weight[0, 0].detach()
             return {"accuracy": float(bias), "macro_f1": float(weight), "loss": 1.0}
 
         monkeypatch.setattr(training, "train", train)
@@ -248,7 +242,7 @@ def test_a_guard_chooses_by_held_out_rows_that_no_table_reports(play: Play) -> N
 def test_a_strategy_of_some_clients_tells_them_what_it_needs_and_chooses_by_their_rows(
     play: Play,
 ) -> None:
-    heard: list[tuple[int, dict[str, Any]]] = []
+    heard = []
     some = {
         "name": "some",
         "guard": "loss",
@@ -298,7 +292,8 @@ def test_what_is_recorded(play: Play) -> None:
     # The initial model and that of each round; the last one on the clients' held-out
     # rows, too.
     assert played.evaluated == ([TEST] * 3 + [("train", rows) for rows in held]) * 2
-    sizes, found = [len(rows) for rows in played.clients()], played.values
+    sizes = [len(rows) for rows in played.clients()]
+    found = played.values
     scopes = {"central", "messages", "round", "client:0", "client:1"}
     assert {row["scope"] for row in played.rows} == scopes
     assert all(row.keys() == {*FIELDS} for row in played.rows)
@@ -410,7 +405,7 @@ def test_arguments_of_a_table_reach_the_aggregation_and_the_server() -> None:
     )
     shell = build_model(experiment, task_of(experiment.to_json()).data, seed=0)
     runs = [CellRun(experiment, 0, strategy) for strategy in experiment.strategies]
-    built: list[Any] = [strategy_of(run, shell) for run in runs]
+    built = [strategy_of(run, shell) for run in runs]
     found = [strategy.aggregation() for strategy in built]
     assert [type(one).__name__ for one in found] == [
         "RegMean",
@@ -422,23 +417,20 @@ def test_arguments_of_a_table_reach_the_aggregation_and_the_server() -> None:
     assert (built[0].server.min_replies, built[0].server.deterministic) == (2, True)
 
 
-IMAGES: dict[str, Any] = {
-    **{
-        "task": "image",
-        "train_limit": 400,
-        "test_limit": 60,
-        "layers": 1,
-        "width": 32,
-        "heads": 2,
-    },
-    **{
-        "clients": 2,
-        "holdout": 0.3,
-        "rounds": 2,
-        "lr": 0.01,
-        "partition": "dirichlet:0.3",
-    },
-    **{"seeds": [0], "strategies": "fedavg,fedavg_head,head_only,fit_head"},
+IMAGES = {
+    "task": "image",
+    "train_limit": 400,
+    "test_limit": 60,
+    "layers": 1,
+    "width": 32,
+    "heads": 2,
+    "clients": 2,
+    "holdout": 0.3,
+    "rounds": 2,
+    "lr": 0.01,
+    "partition": "dirichlet:0.3",
+    "seeds": [0],
+    "strategies": "fedavg,fedavg_head,head_only,fit_head",
 }
 
 
@@ -473,7 +465,8 @@ def test_cells_leave_no_model_behind(tmp_path: Path) -> None:
     """A long run would run out of memory."""
     experiment = of(rounds=1, strategies="fedavg,aligned,regmean")
     told = cells_of([experiment]) * 2
-    held, logs = list[int](), list[str]()
+    held = list[int]()
+    logs = list[str]()
 
     def tell(said: Any) -> None:
         if isinstance(said, CellResult):

@@ -28,16 +28,16 @@ from fedrot.strategies.wire.statistics_record import read_statistics
 from tests.strategies import fakes
 
 State = dict[str, Tensor]
-SMALL: dict[str, Any] = {
-    **{
-        "train_limit": 90,
-        "test_limit": 30,
-        "layers": 1,
-        "width": 16,
-        "heads": 2,
-        "clients": 2,
-    },
-    **{"batch_size": 16, "max_length": 24, "holdout": 0.2},
+SMALL = {
+    "train_limit": 90,
+    "test_limit": 30,
+    "layers": 1,
+    "width": 16,
+    "heads": 2,
+    "clients": 2,
+    "batch_size": 16,
+    "max_length": 24,
+    "holdout": 0.2,
 }
 UP = "bert.encoder.layer.0.intermediate.dense.weight"
 
@@ -70,8 +70,13 @@ def answered(model: Mapping[str, Tensor], client: int = 0, **told: Any) -> Any:
     assert fakes.TaskIdentity.run_id == 1  # or Flower refuses to make messages
     fields = told.pop("fields", {})
     job = {
-        **{"experiment": of(**fields).to_json(), "seed": 0, "lr": 1e-3, "cache": ""},
-        **{"server-round": 1, "batches": 0, "loads": ""},
+        "experiment": of(**fields).to_json(),
+        "seed": 0,
+        "lr": 1e-3,
+        "cache": "",
+        "server-round": 1,
+        "batches": 0,
+        "loads": "",
         **{name.replace("_", "-"): value for name, value in told.items()},
     }
     if "statistics" in job:
@@ -105,7 +110,7 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Losses of all trainings, each another one, that leave their number in the
     head.
     """
-    losses: list[float] = []
+    losses = []
 
     def train(model: Any, *_: Any) -> float:
         losses.append(len(losses) + 1.0)
@@ -164,7 +169,8 @@ def test_a_client_starts_from_a_model_of_its_own_only_where_it_is_to(
 def test_clients_are_scrambled_in_ways_of_their_own(
     task: Task, received: State
 ) -> None:
-    rows, scrambled = np.arange(8), {"fields": {"start": "scrambled"}}
+    rows = np.arange(8)
+    scrambled = {"fields": {"start": "scrambled"}}
     expected = training.evaluate(with_state(task, received), task, task.test, rows)[
         "loss"
     ]
@@ -204,7 +210,8 @@ def test_statistics_come_from_as_many_batches_as_asked_for(
     task: Task, received: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is asked for replaces the kind's own limit, which is smaller or larger."""
-    seen, gram = list[tuple[int, Any]](), STATISTIC_KINDS["gram"]
+    seen = list[tuple[int, Any]]()
+    gram = STATISTIC_KINDS["gram"]
 
     def collect(model: Any, batches: Any, **options: Any) -> Any:
         found = [*batches]
@@ -220,7 +227,7 @@ def test_statistics_come_from_as_many_batches_as_asked_for(
 
 
 #: What decides what a client trains in the first round, and what does not.
-DECIDES: dict[str, tuple[dict[str, Any], bool]] = {
+DECIDES = {
     "seed": ({"seed": 1}, True),
     "client": ({"client": 1}, True),
     "an own start": ({"fields": {"start": "different"}}, True),

@@ -73,10 +73,8 @@ def test_messages_are_counted_with_the_bytes_of_their_arrays() -> None:
     ordered = OrderedGrid(FakeGrid({7: client(0, 5), 8: client(1, 9)}), 2).of([])
     ordered.grid.nodes[9] = failure  # type: ignore[attr-defined]
     assert not ordered.counted  # questions about partitions are not counted
-    sent, record = (
-        ArrayRecord({"b": torch.zeros(3, 4)}),
-        ConfigRecord({"long": "x" * 999}),
-    )
+    sent = ArrayRecord({"b": torch.zeros(3, 4)})
+    record = ConfigRecord({"long": "x" * 999})
     asked = [
         to(node, RecordDict({"arrays": sent, "config": record})) for node in (7, 8, 9)
     ]
@@ -93,7 +91,7 @@ def test_messages_are_counted_with_the_bytes_of_their_arrays() -> None:
 
 
 def test_a_local_node_answers_when_it_is_asked_and_once() -> None:
-    asked: list[int] = []
+    asked = []
 
     def node(number: int) -> Client:
         def answer(message: Message) -> Message | None:

@@ -31,21 +31,17 @@ from tests.simulations import commands
 from tests.simulations.commands import simulated, values
 
 #: The run configuration, as ``flwr run -c`` gives it.
-SERVED: dict[str, Any] = {
-    **{
-        "train-limit": 120,
-        "test-limit": 20,
-        "layers": 1,
-        "width": 16,
-        "heads": 2,
-        "max-length": 16,
-    },
-    **{
-        "clients": 2,
-        "rounds": 2,
-        "seeds": "2",
-        "strategies": "fedavg,head_only,aligned",
-    },
+SERVED = {
+    "train-limit": 120,
+    "test-limit": 20,
+    "layers": 1,
+    "width": 16,
+    "heads": 2,
+    "max-length": 16,
+    "clients": 2,
+    "rounds": 2,
+    "seeds": "2",
+    "strategies": "fedavg,head_only,aligned",
 }
 
 
@@ -59,7 +55,8 @@ def play(out: Path, nodes: int = 2, **changes: Any) -> None:
 def test_a_folder_is_continued_as_by_simulate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, real = tmp_path / "run", RUNS["head_only"]
+    out = tmp_path / "run"
+    real = RUNS["head_only"]
 
     def broken(cell: CellRun) -> None:
         if cell.seed == 1:
@@ -112,23 +109,20 @@ def test_what_is_wrong_is_refused_before_anything_is_written(
 
 SCRIPTS = Path(sys.executable).parent
 SETTINGS = {
-    **{
-        "train-limit": 480,
-        "test-limit": 200,
-        "clients": 2,
-        "max-length": 32,
-        "layers": 1,
-        "width": 32,
-    },
-    **{
-        "heads": 2,
-        "seeds": "1",
-        "rounds": 2,
-        "lr": 5e-3,
-        "local-epochs": 2,
-        "start": "scrambled",
-    },
-    **{"partition": "dirichlet:1", "strategies": "fedavg,aligned,fit_head"},
+    "train-limit": 480,
+    "test-limit": 200,
+    "clients": 2,
+    "max-length": 32,
+    "layers": 1,
+    "width": 32,
+    "heads": 2,
+    "seeds": "1",
+    "rounds": 2,
+    "lr": 5e-3,
+    "local-epochs": 2,
+    "start": "scrambled",
+    "partition": "dirichlet:1",
+    "strategies": "fedavg,aligned,fit_head",
 }
 
 

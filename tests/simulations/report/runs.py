@@ -153,7 +153,7 @@ def write_folder(folder: Path, experiments: Mapping[str, Mapping[str, float]]) -
         "experiments": configured,
         "versions": {"date": "2026-01-31", "torch": "2.9.0"},
     }
-    written: dict[str, Any] = {"config": config}
+    written = {"config": config}
     alignment = [
         group(number, part, layer, share * (layer + 1) / number, chance=0.1)
         for number in (1, 2, 3)

@@ -86,7 +86,8 @@ def test_the_page_has_the_figures_of_the_rows(tmp_path: Path) -> None:
             "ArrowDown",
         ):
             page.keyboard.press(key)
-        chosen, figures = page.evaluate("location.hash"), page.evaluate(FIGURES)
+        chosen = page.evaluate("location.hash")
+        figures = page.evaluate(FIGURES)
         said = page.inner_text("[aria-live]")
         assert page.evaluate(WIDE) == []
     link = (

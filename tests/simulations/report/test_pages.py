@@ -23,7 +23,7 @@ from fedrot.strategies.settings import Reporting
 from tests.models import near
 from tests.simulations.report.runs import HOSTILE, group, write_folder
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import ArrayRecord, FakeGrid, reply
+from tests.strategies.fakes import ArrayRecord, grid_of, reply
 
 GAINS = {"fedavg": 0.0, "aligned": 0.0008, "fit_head": 0.05, "joined": 0.09}
 TWO = {
@@ -69,7 +69,8 @@ class Outline(HTMLParser):
 def has_in_order(page: str, words: Sequence[str]) -> None:
     """The page is well formed and has these words, in this order."""
     Outline(page)
-    text, place = re.sub(r"\s+", " ", html.unescape(page.split("</style>")[1])), 0
+    text = re.sub(r"\s+", " ", html.unescape(page.split("</style>")[1]))
+    place = 0
     for own in words:
         assert own in text[place:], own
         place = text.index(own, place)
@@ -83,35 +84,30 @@ def test_the_page_and_the_terminal_begin_with_the_verdict(tmp_path: Path) -> Non
     assert "  FedRot(fit_head)" in lines
     assert all(any(line.startswith(name) for line in lines) for name in GAINS)
     parts = [
-        *(
-            "Use fit_head: accuracy 0.670, fedavg 0.620",
-            "<code>FedRot(fit_head)<",
-            "mean over 5 seeds",
-        ),
-        *(
-            "<dt>fit_head</dt><dd>It is fit_head.<",
-            "Seed 0",
-            ">client (its rows)<",
-            ">1 (203)<",
-        ),
-        *(">anger</th>", ">40</td>", "Seed 1", "accuracy (higher is better), 5"),
-        *(
-            "loss (lower is better), 5 seeds",
-            "Grey: no more than they remove from noise",
-        ),
+        "Use fit_head: accuracy 0.670, fedavg 0.620",
+        "<code>FedRot(fit_head)<",
+        "mean over 5 seeds",
+        "<dt>fit_head</dt><dd>It is fit_head.<",
+        "Seed 0",
+        ">client (its rows)<",
+        ">1 (203)<",
+        ">anger</th>",
+        ">40</td>",
+        "Seed 1",
+        "accuracy (higher is better), 5",
+        "loss (lower is better), 5 seeds",
+        "Grey: no more than they remove from noise",
         '>attention, layer 0</th> <td class="found" style="--strength: 0.60">30</td>',
-        *(
-            'fedavg" class="number">-<',
-            ">fit_head<",
-            '"accuracy" class="number">0.670<',
-        ),
-        *(
-            "+0.050 [+0.048, +0.052]",
-            "Lost replies",
-            "NaN in 'w'",
-            "simulate --data 'a <b>.csv'",
-        ),
-        *("<dt>rounds</dt><dd>3<", "<dd>0, 1, 2, 3, 4<", "<dt>torch</dt><dd>2.9.0<"),
+        'fedavg" class="number">-<',
+        ">fit_head<",
+        '"accuracy" class="number">0.670<',
+        "+0.050 [+0.048, +0.052]",
+        "Lost replies",
+        "NaN in 'w'",
+        "simulate --data 'a <b>.csv'",
+        "<dt>rounds</dt><dd>3<",
+        "<dd>0, 1, 2, 3, 4<",
+        "<dt>torch</dt><dd>2.9.0<",
     ]
     has_in_order(page, parts)
     links = Outline(page).links
@@ -173,17 +169,15 @@ METRICS = [
         ("server", {"accuracy": 0.1 * r, "fedrot-seconds": r}),
     )
 ]
-ROWS: list[dict[str, Any]] = [
+ROWS = [
     group(1, "attention", 0, 0.5, **BEYOND),
     group(2, "attention", 0, 0.0, found=0.1, chance=0.1, moved=0),
     group(3, "residual", -1, 0.5, found=1.0, chance=None, moved=1),
     *({"round": n, "said": f"verdict {n}"} for n in (1, 2, 4)),
     *({"round": n, "client": 7, "dropped": "<NaN> in 'a'"} for n in (1, 3)),
     {"round": 2, "client": 3, "failed": "No answer before the timeout."},
-    *(
-        {"round": 2, "lost": "0 good replies, 1 needed."},
-        {"round": 2, "tensor": "w", "note": "a note"},
-    ),
+    {"round": 2, "lost": "0 good replies, 1 needed."},
+    {"round": 2, "tensor": "w", "note": "a note"},
     *METRICS,
 ]
 
@@ -198,24 +192,22 @@ def test_the_page_stands_beside_its_file(tmp_path: Path) -> None:
     page = write_strategy_report(file).read_text(encoding="utf-8")
     assert page == (tmp_path / "report.html").read_text(encoding="utf-8")
     parts = [
-        *("fedrot: report", "4 rounds reported; alignment moved groups in 2 of 3."),
+        "fedrot: report",
+        "4 rounds reported; alignment moved groups in 2 of 3.",
         "Round 1: the clients are in different coordinates.",
         "Round 3: replies were in another basis, and were matched as whole models.",
-        *("Round 1: verdict 1.", "Round 4: verdict 4."),
+        "Round 1: verdict 1.",
+        "Round 4: verdict 4.",
         "evaluate/per_class/1: 0.250 in round 1 → 0.750 in round 3.",
         "server/accuracy: 0.100 in round 1 → 0.300 in round 3.",
-        *(
-            ">attention, layer 0</th>",
-            ">residual</th>",
-            ">7<",
-            ">1 to 3<",
-            "<NaN> in 'a'<",
-            ">failed<",
-        ),
-        *(
-            "Round 2: 0 good replies, 1 needed.",
-            "train/loss: 1.000 to 0.333; train/rate: 0.100 to",
-        ),
+        ">attention, layer 0</th>",
+        ">residual</th>",
+        ">7<",
+        ">1 to 3<",
+        "<NaN> in 'a'<",
+        ">failed<",
+        "Round 2: 0 good replies, 1 needed.",
+        "train/loss: 1.000 to 0.333; train/rate: 0.100 to",
     ]
     has_in_order(page, parts)
     assert len(Outline(page).links) == 1
@@ -231,8 +223,12 @@ def test_the_page_stands_beside_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        *("", '{"client": 1}\n', "[1, 2]\n", '{"round": 1, "stage": "train"}\n'),
-        *('{"round": 1, "metrics": {}}\n', '{"round": 1, "before": 1}\n'),
+        "",
+        '{"client": 1}\n',
+        "[1, 2]\n",
+        '{"round": 1, "stage": "train"}\n',
+        '{"round": 1, "metrics": {}}\n',
+        '{"round": 1, "before": 1}\n',
     ],
 )
 def test_another_file_is_refused(content: str, tmp_path: Path) -> None:
@@ -256,9 +252,7 @@ def test_what_a_strategy_writes_can_be_shown(tmp_path: Path) -> None:
 
     rows = Reporting(tmp_path / "report.jsonl")
     strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, reporting=rows)
-    strategy.start(
-        FakeGrid({100 + i: client(i) for i in range(3)}), ArrayRecord(state()), 2
-    )
+    strategy.start(grid_of(map(client, range(3))), ArrayRecord(state()), 2)
     page = write_strategy_report(tmp_path / "report.jsonl").read_text()
     words = [
         "moved groups in 0 of 2",

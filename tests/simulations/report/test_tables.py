@@ -25,20 +25,17 @@ from tests.simulations.report.runs import group
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        *(
-            (0.7, "0.700"),
-            (-31.25, "-31.250"),
-            (0.00123, "0.001"),
-            (-0.000123, "-0.000123"),
-        ),
-        *(
-            (-4e-7, "0.000"),
-            (-0.0, "0.000"),
-            (312.34, "312"),
-            (6012.3, "6012"),
-            (2.5e6, "2.5e+06"),
-        ),
-        *((math.nan, "-"), (math.inf, "inf")),
+        (0.7, "0.700"),
+        (-31.25, "-31.250"),
+        (0.00123, "0.001"),
+        (-0.000123, "-0.000123"),
+        (-4e-7, "0.000"),
+        (-0.0, "0.000"),
+        (312.34, "312"),
+        (6012.3, "6012"),
+        (2.5e6, "2.5e+06"),
+        (math.nan, "-"),
+        (math.inf, "inf"),
     ],
 )
 def test_numbers_never_look_like_zero_unless_they_are(value: float, shown: str) -> None:
@@ -92,10 +89,8 @@ def test_lost_replies_come_by_their_number() -> None:
         {"round": 1, "client": 9, "dropped": "NaN"},
         {"round": 1, "lost": "nobody"},
     ]
-    table, named = (
-        lost_table(rows),
-        lost_table({**row, "strategy": "aligned"} for row in rows),
-    )
+    table = lost_table(rows)
+    named = lost_table({**row, "strategy": "aligned"} for row in rows)
     assert table is not None
     assert named is not None
     assert tuple(table.header) == ("client", "what", "times", "rounds", "reason")
@@ -129,12 +124,11 @@ def test_the_heat_map_has_a_line_per_part_and_layer_and_a_column_per_round() -> 
             for r in (1, 2, 3)
         ),
         # Twice the distance counts twice: (0.5 * 2 + 0.2 * 4) / 6 = 0.3.
-        *(
-            group(2, "ffn", 0, 0.5),
-            group(2, "ffn", 0, 0.2, client=1, before=4.0, after=3.2),
-        ),
+        group(2, "ffn", 0, 0.5),
+        group(2, "ffn", 0, 0.2, client=1, before=4.0, after=3.2),
         # No more than chance; and a share that is too small to name.
-        *(group(3, "ffn", 0, 0.05, chance=0.1), group(1, "ffn", 0, 0.004)),
+        group(3, "ffn", 0, 0.05, chance=0.1),
+        group(1, "ffn", 0, 0.004),
         {"round": 2, "client": 1, "dropped": "NaN"},
     ]
     columns, lines = heat_map(rows)

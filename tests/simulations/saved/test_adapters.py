@@ -19,7 +19,7 @@ from tests.models import State
 from tests.simulations.commands import run
 from tests.simulations.saved.folders import change, configure, hostile, refused
 
-LORA: dict[str, Any] = {
+LORA = {
     "task_type": "SEQ_CLS",
     "lora_alpha": 6,
     "target_modules": ["query", "value"],
@@ -34,9 +34,7 @@ def base() -> Any:
 
 def saved(folder: Path, seed: int, rank: int = 2, **changes: Any) -> Path:
     torch.manual_seed(seed)
-    model: Any = peft.get_peft_model(
-        base(), peft.LoraConfig(r=rank, **{**LORA, **changes})
-    )
+    model = peft.get_peft_model(base(), peft.LoraConfig(r=rank, **{**LORA, **changes}))
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -60,10 +58,8 @@ def test_the_merged_adapter_is_one_of_peft(tmp_path: Path) -> None:
     7.
     """
     a = saved(tmp_path / "a", 1, rank_pattern={"query": 4})
-    b, out = (
-        saved(tmp_path / "b", 2, rank=3, lora_alpha=12),
-        tmp_path / "deep" / "merged",
-    )
+    b = saved(tmp_path / "b", 2, rank=3, lora_alpha=12)
+    out = tmp_path / "deep" / "merged"
     line = ("merge", a, b, "--weights", "1,3")
     run(*line, says="Nothing was written")
     run(*line, "--out", tmp_path / "largest")
@@ -75,7 +71,7 @@ def test_the_merged_adapter_is_one_of_peft(tmp_path: Path) -> None:
         assert torch.allclose(
             product, 0.25 * first[module] + 0.75 * second[module], atol=1e-5
         )
-    loaded: Any = peft.PeftModel.from_pretrained(base(), out).eval()
+    loaded = peft.PeftModel.from_pretrained(base(), out).eval()
     assert loaded.peft_config["default"].r == 7
     dense = base()
     with torch.no_grad():
@@ -95,7 +91,7 @@ def test_the_merged_adapter_is_one_of_peft(tmp_path: Path) -> None:
 
 #: Fields of the second configuration, and what is said; empty: they say the same as
 #: those of the first.
-FIELDS: dict[str, tuple[dict[str, Any], str]] = {
+FIELDS = {
     "a regular expression": ({"target_modules": r".*\.(query|value)"}, ""),
     "defaults": (
         {
@@ -127,7 +123,8 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("how", FIELDS)
 def test_fields_are_compared_by_what_they_say(how: str, tmp_path: Path) -> None:
     changes, expected = FIELDS[how]
-    a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2)
+    a = saved(tmp_path / "a", 1)
+    b = saved(tmp_path / "b", 2)
     for folder in (a, b):
         configure(folder, CONFIG, base_model_name_or_path="owner/base")
     configure(b, CONFIG, **changes)
@@ -142,10 +139,8 @@ def test_fields_are_compared_by_what_they_say(how: str, tmp_path: Path) -> None:
 def test_old_files_lack_fields_and_a_base_has_several_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a, b = (
-        saved(tmp_path / "a", 1, lora_alpha=8),
-        saved(tmp_path / "b", 2, lora_alpha=8),
-    )
+    a = saved(tmp_path / "a", 1, lora_alpha=8)
+    b = saved(tmp_path / "b", 2, lora_alpha=8)
     (tmp_path / "base").mkdir()
     old = ("base_model_name_or_path", "peft_type", "r", "target_modules", "task_type")
     settings = json.loads((b / CONFIG).read_text())
@@ -179,7 +174,7 @@ def changed(
     )
 
 
-DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+DAMAGED = {
     "no configuration": (lambda at: (at / CONFIG).unlink(), f"has no {CONFIG}"),
     "no weights": (lambda at: (at / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
     "code": (partial(hostile, WEIGHTS), "cannot be loaded"),
@@ -198,7 +193,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("how", DAMAGED)
 def test_a_damaged_or_another_adapter_is_named(how: str, tmp_path: Path) -> None:
     spoil, expected = DAMAGED[how]
-    a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2)
+    a = saved(tmp_path / "a", 1)
+    b = saved(tmp_path / "b", 2)
     spoil(b)
     refused(expected, b, "merge", a, b, "--out", tmp_path / "out")
 

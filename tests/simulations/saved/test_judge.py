@@ -26,7 +26,8 @@ from tests.simulations.saved.folders import tokenizer as tokenized
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     """Texts that name their class by words of its own; one in five is held out."""
-    file, rows = tmp_path / "own.csv", list[str]()
+    file = tmp_path / "own.csv"
+    rows = list[str]()
     for word, (name, count) in zip(
         (0, 3, 6), {"a": 100, "b": 60, "c": 40}.items(), strict=True
     ):
@@ -55,7 +56,8 @@ def test_a_worse_an_equal_and_a_better_mean_are_said_first(
     own: Path, tmp_path: Path
 ) -> None:
     """A fitted head is written if it is better on rows to which it is not fitted."""
-    a, b = model(tmp_path / "a", 1, 0, 0), model(tmp_path / "b", 0, 1.5, 0)
+    a = model(tmp_path / "a", 1, 0, 0)
+    b = model(tmp_path / "b", 0, 1.5, 0)
     line = (a, b, "--data", own, "--label-column", "mood")
     said = judged(*line, "--out", tmp_path / "plain")
     first = (
@@ -79,7 +81,8 @@ def test_a_worse_an_equal_and_a_better_mean_are_said_first(
     # Nothing is advised that was done.
     assert "Keep" not in said
     assert "--fit-head" not in said
-    before, after = load_file(a / WEIGHTS), load_file(out / WEIGHTS)
+    before = load_file(a / WEIGHTS)
+    after = load_file(out / WEIGHTS)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"classifier.weight", "classifier.bias"}
     assert "The task head is its own at temperature 1.00" in judged(
@@ -91,11 +94,9 @@ def test_outputs_are_those_of_the_data_in_any_order(own: Path, tmp_path: Path) -
     """Also a fitted head is written in the order of the model's outputs, not of the
     data's classes.
     """
-    labels: dict[str, Any] = {"id2label": {"0": "C", "1": "a", "2": "b"}}
-    a, b = (
-        model(tmp_path / "a", 0, 1, 0, **labels),
-        model(tmp_path / "b", 1.5, 0, 0, **labels),
-    )
+    labels = {"id2label": {"0": "C", "1": "a", "2": "b"}}
+    a = model(tmp_path / "a", 0, 1, 0, **labels)
+    b = model(tmp_path / "b", 1.5, 0, 0, **labels)
     line = (a, b, "--data", own, "--label-column", "mood")
     assert "accuracy 0.200 against 0.500" in judged(*line)
     judged(*line, "--fit-head", "--out", tmp_path / "out")
@@ -114,7 +115,8 @@ def test_outputs_are_those_of_the_data_in_any_order(own: Path, tmp_path: Path) -
 @pytest.mark.parametrize("name", ["gpt2", "bert-mlm-untied", "t5-gated"])
 def test_other_tasks(name: str, own: Path, tmp_path: Path) -> None:
     first = model_of(name)
-    a, b = saved(first, tmp_path / "a"), saved(scrambled(first), tmp_path / "b")
+    a = saved(first, tmp_path / "a")
+    b = saved(scrambled(first), tmp_path / "b")
     tokenized(a, w37="[MASK]")
     line = (a, b, "--data", own)
     if name != "t5-gated":
@@ -130,7 +132,8 @@ def test_tags_and_images(tmp_path: Path) -> None:
     """The tag O is the last output; a fitted head of tags counts every word as a
     row.
     """
-    tags, pictures = tmp_path / "tags.jsonl", tmp_path / "pictures"
+    tags = tmp_path / "tags.jsonl"
+    pictures = tmp_path / "pictures"
     rows = [
         f'{{"tokens": ["w1", "w2", "w{n}"], "ner_tags": ["B-X", "I-X", "O"]}}'
         for n in range(9, 35)
@@ -159,7 +162,8 @@ def test_tags_and_images(tmp_path: Path) -> None:
 
 def test_several_labels_scores_and_weights_without_a_bias(tmp_path: Path) -> None:
     """A decoder's head has no bias; booleans are several labels, numbers are scores."""
-    many, scores = tmp_path / "many.csv", tmp_path / "scores.csv"
+    many = tmp_path / "many.csv"
+    scores = tmp_path / "scores.csv"
     texts = [f"w{n % 5} w{10 + n % 7} w{n % 3}" for n in range(100)]
     rows = [
         f"{text},{n % 5 < 2},{n % 5 > 0},{n % 7 < 3}" for n, text in enumerate(texts)

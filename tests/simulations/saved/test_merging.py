@@ -56,11 +56,10 @@ MATCHED = ["t5-gated", "gpt2", "clip", "gpt-neox"]
 
 @pytest.mark.parametrize("name", [*DIAGNOSED, *MATCHED])
 def test_a_scrambled_copy_gives_the_original_back(name: str, tmp_path: Path) -> None:
-    model, whole = model_of(name), ["--parts", "whole"] if name in MATCHED else []
-    symmetry, expected = (
-        fedrot.symmetry_of(model.config, model.state_dict()),
-        model.state_dict(),
-    )
+    model = model_of(name)
+    whole = ["--parts", "whole"] if name in MATCHED else []
+    symmetry = fedrot.symmetry_of(model.config, model.state_dict())
+    expected = model.state_dict()
     a = saved(model, tmp_path / "a")
     b = saved(
         scrambled(model, fedrot.WHOLE_MODEL if whole else ("attention", "ffn")),
@@ -87,7 +86,8 @@ def test_a_scrambled_copy_gives_the_original_back(name: str, tmp_path: Path) -> 
 
 def test_the_average_is_the_one_that_the_diagnosis_names(tmp_path: Path) -> None:
     model = model_of("bert-classifier")
-    a, b = saved(model, tmp_path / "a"), saved(near(model, scale=1e-3), tmp_path / "b")
+    a = saved(model, tmp_path / "a")
+    b = saved(near(model, scale=1e-3), tmp_path / "b")
     assert "Aligned parts: none." in run(
         "merge", a, b, "--weights", "1, 3", "--out", tmp_path / "out"
     )
@@ -109,7 +109,8 @@ def test_shards_and_pickles_are_read_and_the_rest_is_as_in_the_first_model(
     a = saved(model, tmp_path / "a", max_shard_size="20KB")
     assert len(list(a.glob("*.safetensors"))) > 2
     b = saved(near(model_of("distilbert-classifier")), tmp_path / "b")
-    ours, theirs = model.state_dict(), load_file(b / WEIGHTS)
+    ours = model.state_dict()
+    theirs = load_file(b / WEIGHTS)
     torch.save(theirs, b / "pytorch_model.bin")
     (b / WEIGHTS).unlink()
     tokenizer(a, size=60)
@@ -138,17 +139,15 @@ def test_nothing_is_left_without_a_path_or_when_it_fails(
     def fail(*_: object, **__: object) -> Any:
         raise OSError("out of luck")
 
-    broken: dict[str, tuple[type, str]] = {
+    broken = {
         "merging": (fedrot.aggregation.Mean, "result"),
         "writing": (transformers.PreTrainedModel, "save_pretrained"),
         "renaming": (Path, "replace"),
     }
     if stage in broken:
         monkeypatch.setattr(*broken[stage], fail)
-    before, out = (
-        contents(tmp_path),
-        ["--out", tmp_path / "out"] if stage in broken else [],
-    )
+    before = contents(tmp_path)
+    out = ["--out", tmp_path / "out"] if stage in broken else []
     code, output = invoke("merge", *pair, *out)
     assert (code, "out of luck" in output) == (
         (2, True) if stage in broken else (0, False)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ def line(a: Path, b: Path, *options: object) -> tuple[object, ...]:
 
 #: Fields of the second model, and the field that is named; empty if no output depends
 #: on them.
-FIELDS: list[tuple[str, dict[str, Any], str]] = [
+FIELDS = [
     ("llama", {"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters.rope_theta"),
     ("gpt2-classifier", {"pad_token_id": 3}, "pad_token_id"),
     ("bert-mlm-untied", {"architectures": ["BertLMHeadModel"]}, "architectures"),
@@ -76,12 +75,13 @@ def test_a_field_that_changes_outputs_is_named_with_both_values_and_may_be_allow
     run(*line(a, b, *(["--allow", field.partition(".")[0]] if field else [])))
 
 
-NAMED, FIRST = {"0": "a", "1": "b", "2": "c"}, {"label2id": {"a": 0, "b": 1, "c": 2}}
+NAMED = {"0": "a", "1": "b", "2": "c"}
+FIRST = {"label2id": {"a": 0, "b": 1, "c": 2}}
 UNNAMED = {str(n): f"LABEL_{n}" for n in range(3)}
 SWAPPED = "the same classes in another order: output 1 is 'b' in"
 #: How the labels of the second model are written, and what is said; empty: they can be
 #: merged.
-LABELS: dict[str, tuple[dict[str, Any], str]] = {
+LABELS = {
     "swapped names": ({"id2label": {"0": "a", "1": "c", "2": "b"}}, SWAPPED),
     "swapped numbers": ({"label2id": {"a": 0, "c": 1, "b": 2}}, SWAPPED),
     "swapped beside defaults": (
@@ -143,7 +143,7 @@ def replaced(name: str, tensor: torch.Tensor | None, folder: Path) -> None:
 
 BIAS = partial(replaced, "classifier.bias")
 #: Damaged or other models: the change, and what is said.
-DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+DAMAGED = {
     "no folder": (shutil.rmtree, "a model of the hub needs a network"),
     "another family": (
         partial(configure, model_type="ernie"),

@@ -15,23 +15,22 @@ import pyarrow.parquet as pq
 import torch
 import transformers
 
-from fedrot.simulations.data.encode import bundled_tokenizer
+from fedrot.simulations.data.tokenizers import bundled_tokenizer
 from fedrot.simulations.experiment import OF_SMALL_MODEL, Experiment
 from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks.training import Task, task_of
 
 torch.set_num_threads(1)
 
-SMALL: dict[str, Any] = {
-    **{
-        "train_limit": 70,
-        "test_limit": 40,
-        "layers": 1,
-        "width": 16,
-        "heads": 2,
-        "max_length": 24,
-    },
-    **{"clients": 2, "batch_size": 8},
+SMALL = {
+    "train_limit": 70,
+    "test_limit": 40,
+    "layers": 1,
+    "width": 16,
+    "heads": 2,
+    "max_length": 24,
+    "clients": 2,
+    "batch_size": 8,
 }
 ROWS = 48
 _TEXTS = [
@@ -46,7 +45,7 @@ _SENTENCES = (
 )
 _TAGGED = [_SENTENCES[row % 4] for row in range(ROWS)]
 #: Columns of files.
-FILES: dict[str, dict[str, list[Any]]] = {
+FILES = {
     "regression": {
         "text": _TEXTS,
         "label": [0.5 + row % 2 + row / 100 for row in range(ROWS)],
@@ -88,7 +87,7 @@ def data_dir() -> Path:
 
 #: What differs from ``SMALL``, by case: one or more of each task, and every
 #: architecture of it.
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "bert": {},
     "distilbert": {"architecture": "distilbert"},
     "gpt2": {"architecture": "gpt2"},
@@ -129,14 +128,14 @@ def model_for(task: Task, seed: int = 0) -> Any:
 
 
 #: Small models to save: class of transformers, and its configuration.
-SIZES: dict[str, Any] = {
-    **{
-        "vocab_size": 6000,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    },
-    **{"intermediate_size": 64, "pad_token_id": 0, "max_position_embeddings": 64},
+SIZES = {
+    "vocab_size": 6000,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "pad_token_id": 0,
+    "max_position_embeddings": 64,
 }
 VISION = {
     name: SIZES[name] for name in SIZES if name.startswith(("hidden", "num", "inter"))

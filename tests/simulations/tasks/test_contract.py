@@ -18,16 +18,11 @@ from torch.nn.functional import (
 )
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.data.encode import IGNORED
-from fedrot.simulations.experiment import TASKS
+from fedrot.simulations.data import IGNORED
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.objectives import model_inputs
-from fedrot.simulations.tasks.training import (
-    OBJECTIVES,
-    Task,
-    check_labels,
-    check_model,
-)
+from fedrot.simulations.tasks.objective import model_inputs
+from fedrot.simulations.tasks.registry import TASKS
+from fedrot.simulations.tasks.training import Task, check_labels, check_model
 from tests.simulations.tasks.cases import (
     CASES,
     experiment_of,
@@ -38,7 +33,7 @@ from tests.simulations.tasks.cases import (
 
 SINGLE = ("accuracy", "macro_f1", "ece", "calibrated_loss")
 #: The cases that run here, with their metrics, the headline metric first.
-METRICS: dict[str, tuple[str, ...]] = {
+METRICS = {
     **dict.fromkeys(("distilbert", "gpt2", "llama", "image"), SINGLE),
     "multi": ("macro_f1", "micro_f1", "accuracy"),
     "regression": ("pearson", "spearman"),
@@ -60,7 +55,6 @@ def task(case: str) -> Task:
 
 
 def test_every_task_and_architecture_has_a_case() -> None:
-    assert list(OBJECTIVES) == list(TASKS)
     every = {
         (task, architecture)
         for task, own in TASKS.items()
@@ -80,7 +74,8 @@ def oracle(task: Task, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tens
         known = ~labels.isnan()
         return binary_cross_entropy_with_logits(logits[known], labels[known])
     if task.experiment.task == "clm":
-        logits, labels = logits[:, :-1], labels[:, 1:]
+        logits = logits[:, :-1]
+        labels = labels[:, 1:]
     return cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
 
 
@@ -102,11 +97,13 @@ def test_the_loss_of_a_step_is_torch_s(task: Task) -> None:
 
 def test_an_evaluation_is_the_mean_over_rows_one_by_one(case: str, task: Task) -> None:
     """Of tokens for models of tokens, of domains with training rows for domains."""
-    model, rows = model_for(task).eval(), np.arange(len(task.test))
+    model = model_for(task).eval()
+    rows = np.arange(len(task.test))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)
-    losses, weights = [], []
+    losses = []
+    weights = []
     for row in rows:
         batch = task.objective.batch(task.test, np.array([row]))
         inputs = model_inputs(
@@ -141,10 +138,8 @@ def test_training_learns_with_the_same_bits_for_a_seed(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longer = replace(task, experiment=task.experiment.model_copy(update={"lr": 5e-3}))
-    rows, noted = (
-        np.arange(len(task.train)),
-        dict[bool, list[float]]({True: [], False: []}),
-    )
+    rows = np.arange(len(task.train))
+    noted = dict[bool, list[float]]({True: [], False: []})
     fresh = training.evaluate(model_for(task), task, task.train, rows)
 
     def trained(seed: int) -> tuple[float, dict[str, torch.Tensor], Any]:

@@ -11,14 +11,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from fedrot.simulations.data.encode import IGNORED, EncodedText, bundled_tokenizer
+from fedrot.simulations.data import IGNORED, tokenizers
+from fedrot.simulations.data.encode import EncodedText
 from fedrot.simulations.data.read import DataError
-from fedrot.simulations.tasks import objectives, training
-from fedrot.simulations.tasks.objectives import MaskedLanguageModelling
+from fedrot.simulations.data.tokenizers import bundled_tokenizer
+from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.language import MaskedLanguageModelling
 from fedrot.simulations.tasks.training import Task
 from tests.simulations.tasks.cases import model_for, task_for
 
-VOCABULARY: Any = task_for("mlm bert").objective
+VOCABULARY = task_for("mlm bert").objective
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,8 @@ def test_fifteen_per_cent_are_hidden_as_bert_does_it(task: Task) -> None:
     assert np.array_equal(labels[chosen], ids[chosen])
     assert np.array_equal(shown[~chosen], ids[~chosen])
     fates = shown[chosen]
-    masked, kept = fates == VOCABULARY.mask, fates == ids[chosen]
+    masked = fates == VOCABULARY.mask
+    kept = fates == ids[chosen]
     # 30000 tokens: five standard deviations are 0.012 of 0.8 and 0.009 of 0.1.
     assert masked.mean() == pytest.approx(0.8, abs=0.012)
     assert kept.mean() == pytest.approx(0.1, abs=0.009)
@@ -178,7 +181,7 @@ def test_mask_tokens_by_family(
         models.WordLevel({"a": 0, "<s>": 1, mask: 7, "b": 6000}, unk_token="a")
     )
     tokenizer.add_special_tokens(["<s>"])
-    monkeypatch.setattr(objectives, "tokenizer_for", lambda _: tokenizer)
+    monkeypatch.setattr(tokenizers, "tokenizer_for", lambda _: tokenizer)
     if mask == "<none>":
         with pytest.raises(DataError, match="no mask token"):
             MaskedLanguageModelling(task.experiment, task.data)

@@ -29,7 +29,7 @@ def drawn(
 ) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     outputs = rng.normal(size=(rows, classes)) * 10 ** rng.uniform(-2, 2)
-    labels: dict[str, Any] = {
+    labels = {
         "single": rng.integers(0, classes, rows),
         "multi": (rng.random((rows, classes)) < 0.4).astype(np.float32),
         "regression": rng.normal(size=rows).astype(np.float32),
@@ -48,7 +48,8 @@ def test_classes(seed: int, rows: int, classes: int, kind: Any) -> None:
     logits, labels = drawn(kind, seed, rows, classes)
     more = ("ece", "calibrated_loss") if kind == "single" else ()
     found = evaluate_predictions(kind, (*OF_CLASSES, *more), logits, labels)
-    ours, truth = torch.from_numpy(logits), torch.from_numpy(labels)
+    ours = torch.from_numpy(logits)
+    truth = torch.from_numpy(labels)
     predicted = logits.argmax(1) if more else (logits > 0).astype(int)
     for name in ("macro", "micro"):
         expected = sk.f1_score(labels, predicted, average=name, zero_division=0)
@@ -111,7 +112,8 @@ TAGS = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
 
 def spans(tags: list[str]) -> set[tuple[str, int, int]]:
     """Return the entities of a row: type, first and last word."""
-    found, start = set(), 0
+    found = set()
+    start = 0
     for place, (tag, after) in enumerate(zip(tags, [*tags[1:], "O"], strict=False)):
         before = tags[place - 1] if place else "O"
         if tag != "O" and (tag[0] == "B" or before[1:] != tag[1:]):
@@ -141,7 +143,8 @@ def test_entities_are_right_as_a_whole(rows: list[list[tuple[int, int]]]) -> Non
         for side in (truth, guesses)
     )
     hits = len(real & found)
-    precision, recall = hits / max(len(found), 1), hits / max(len(real), 1)
+    precision = hits / max(len(found), 1)
+    recall = hits / max(len(real), 1)
     f1 = 2 * precision * recall / (precision + recall) if hits else 0.0
     scores = entity_scores(truth, guesses, TAGS)
     assert tuple(scores) == ("f1", "precision", "recall")

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.objectives import Classification, model_inputs
+from fedrot.simulations.tasks.classification import Classification
+from fedrot.simulations.tasks.objective import model_inputs
 from fedrot.simulations.tasks.training import Task
 from tests.simulations.tasks.cases import model_for, task_for
 
@@ -36,7 +37,7 @@ def seen(task: Task, monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Return a function from epochs and seed to the rows of every step of a training on
     70 rows.
     """
-    steps: list[list[int]] = []
+    steps = []
     batch = Classification.batch
 
     def recorded(self: Any, encoded: Any, rows: np.ndarray, rng: Any) -> Any:
@@ -115,7 +116,7 @@ def test_batches_have_each_row_once_and_similar_lengths(
     seed: int, rows: int, size: int
 ) -> None:
     lengths = np.random.default_rng(seed).integers(1, 40, 400)
-    encoded: Any = SimpleNamespace(lengths=lambda own: lengths[own])
+    encoded = SimpleNamespace(lengths=lambda own: lengths[own])
     chosen = np.random.default_rng(seed).permutation(400)[:rows]
     found = list(training.batches(encoded, chosen, size, np.random.default_rng(seed)))
     assert sorted(row for batch in found for row in batch) == sorted(chosen)
@@ -151,7 +152,7 @@ def test_step_batches_are_random_rows_each_once_and_no_more_than_asked_for(
 
 
 def test_models_with_two_kinds_of_segments_read_them() -> None:
-    model: Any = torch.nn.Linear(1, 1)
+    model = torch.nn.Linear(1, 1)
     for types in range(4):
         model.config = SimpleNamespace(type_vocab_size=types)
         found = model_inputs(

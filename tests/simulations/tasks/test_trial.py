@@ -22,30 +22,26 @@ from tests.simulations.tasks.cases import SIZES, VISION, experiment_of, save, ta
 
 PLACES = 16
 SHORT = {**SIZES, "max_position_embeddings": PLACES}
-_BART: dict[str, Any] = {
+_BART = {
     **{
         f"{side}_{name}": 1
         for side in ("encoder", "decoder")
         for name in ("layers", "attention_heads")
     },
-    **{
-        "encoder_ffn_dim": 32,
-        "decoder_ffn_dim": 32,
-        "d_model": 32,
-        "forced_eos_token_id": None,
-    },
-    **{
-        "pad_token_id": 0,
-        "bos_token_id": 2,
-        "eos_token_id": 3,
-        "decoder_start_token_id": 2,
-    },
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "d_model": 32,
+    "forced_eos_token_id": None,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "decoder_start_token_id": 2,
 }
 _GPT2 = {"vocab_size": 6000, "n_embd": 32, "n_layer": 1, "n_head": 2, "eos_token_id": 3}
 _ROBERTA = {**SIZES, "max_position_embeddings": PLACES + 2, "pad_token_id": 1}
 
 #: Families with learned positions for ``PLACES`` tokens.
-LEARNED: dict[str, Any] = {
+LEARNED = {
     "bert": transformers.BertConfig(**SHORT),
     "roberta": transformers.RobertaConfig(**_ROBERTA),
     "gpt2": transformers.GPT2Config(**_GPT2, n_positions=PLACES),
@@ -114,7 +110,7 @@ T5 = transformers.T5Config(
 )
 #: Configuration, class to save, case, and a part of the error; without one the model
 #: runs.
-MODELS: dict[str, tuple[Any, str, str, str]] = {
+MODELS = {
     "few embeddings": (WORDS[0], BARE, "bert", "a trial step on training rows failed"),
     "few embeddings for masks": (WORDS[1], BARE, "mlm bert", ""),
     "three labels": (
@@ -158,7 +154,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 #: Kind, labels of training and of held-out rows, and a part of the error.
-LABELS: dict[str, tuple[str, list[Any], list[Any], str]] = {
+LABELS = {
     "one class": ("single", [1, 1], [1], "all rows have one label"),
     "one class of two": ("single", [1, 1], [0], "share no class"),
     "some": ("single", [0, 1], [2, 1], ""),
@@ -172,7 +168,7 @@ LABELS: dict[str, tuple[str, list[Any], list[Any], str]] = {
 def test_labels_that_teach_nothing_are_refused(name: str) -> None:
     kind, train, test, said = LABELS[name]
     splits = (SimpleNamespace(labels=np.array(labels)) for labels in (train, test))
-    data: Any = SimpleNamespace(
+    data = SimpleNamespace(
         **dict(zip(("train", "test"), splits, strict=True)), name="a", kind=kind
     )
     with pytest.raises(FedrotError, match=said) if said else nullcontext():

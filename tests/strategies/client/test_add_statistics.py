@@ -31,16 +31,16 @@ from fedrot.strategies.wire.arrays import STATISTICS
 from fedrot.strategies.wire.statistics_record import read_statistics
 from tests.models import State, config_of, near
 from tests.strategies.aggregating import Client as Given
-from tests.strategies.aggregating import ask, batches, loaded, merged
+from tests.strategies.aggregating import batches, loaded, merged
 from tests.strategies.classifier import NAME, state
-from tests.strategies.fakes import grid_of, largest_difference, node_of
+from tests.strategies.fakes import broadcast, grid_of, largest_difference, node_of
 
 EXAMPLES = (3, 10, 5)
 (BATCH,) = batches(0)
 
 
 def request(kinds: str = "gram") -> Message:
-    message = ask(FedRot(config_of(NAME), aggregation=RegMean), state(), 2)[0]
+    message = broadcast(FedRot(config_of(NAME), aggregation=RegMean), state())[0]
     message.content.config_records["config"][STATISTICS] = kinds
     return message
 
@@ -58,7 +58,8 @@ def content(tensors: State | None = None) -> RecordDict:
 def added(
     kinds: str = "gram", rows: Any = None, to: RecordDict | None = None, **given: Any
 ) -> Any:
-    reply, rows = content() if to is None else to, batches(0) if rows is None else rows
+    reply = content() if to is None else to
+    rows = batches(0) if rows is None else rows
     add_statistics(reply, request(kinds), model(), rows, **given)
     return reply.array_records[STATISTICS]
 
@@ -83,8 +84,9 @@ def one_row_each(rows: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("kind", ["gram", "fisher"])
 def test_it_adds_what_the_collector_of_the_kind_returns(kind: str) -> None:
-    collect: Any = {"gram": fedrot.collect_gram, "fisher": fedrot.collect_fisher}[kind]
-    network, reply = loaded(near(state(), 0.05, 1)), content()
+    collect = {"gram": fedrot.collect_gram, "fisher": fedrot.collect_fisher}[kind]
+    network = loaded(near(state(), 0.05, 1))
+    reply = content()
     network.train()
     assert add_statistics(reply, request(kind), network, batches(0)) == (kind,)
     assert network.training
@@ -111,8 +113,9 @@ def test_the_number_of_batches_is_bounded(most: int | None, expected: int) -> No
 def test_without_a_request_nothing_is_read_or_added() -> None:
     other = request()
     other.content["config"] = ConfigRecord({"lr": 0.1})
-    for message in (request(""), ask(FedRot(config_of(NAME)), state(), 2)[0], other):
-        reply, rows = content(), Counted(batches(0))
+    for message in (request(""), broadcast(FedRot(config_of(NAME)), state())[0], other):
+        reply = content()
+        rows = Counted(batches(0))
         assert add_statistics(reply, message, model(), rows) == ()
         assert list(reply) == ["arrays", "metrics"]
         assert rows.begun == rows.read == 0
@@ -121,7 +124,8 @@ def test_without_a_request_nothing_is_read_or_added() -> None:
 def test_statistics_that_the_reply_has_stay_and_are_not_collected_again() -> None:
     full, marked = fedrot.completed(state(), state(), {"classifier.weight": [0]})
     known = {"gram": {"classifier.weight": torch.eye(16)}, **marked}
-    reply, rows = content(full), Counted(batches(0))
+    reply = content(full)
+    rows = Counted(batches(0))
     reply[STATISTICS] = statistics_record(known)
     assert add_statistics(reply, request("gram"), model(), rows) == ()
     assert rows.read == 0
@@ -145,7 +149,8 @@ def test_matrices_of_conv1d_count_as_gram_matrices() -> None:
         num_labels=2,
     )
     network = GPT2ForSequenceClassification(config)
-    reply, message = content(network.state_dict()), request()
+    reply = content(network.state_dict())
+    message = request()
     rows = [{"input_ids": torch.randint(1, 64, (4, 8))}]
     assert add_statistics(reply, message, network, rows) == ("gram",)
     assert set(read_statistics(reply)) == {"gram", "gram_conv1d"}
@@ -203,7 +208,7 @@ WRONG = [
     ({"max_batches": -1}, "max_batches is -1"),
 ]
 #: Arguments other than those of a good call, and a word of the error.
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED = [
     *WRONG,
     *(({**given, "message": request("")}, word) for given, word in WRONG),
     ({"batches": []}, "at least one batch"),
@@ -279,9 +284,7 @@ def clients(collect: Callable[..., Any]) -> list[Given]:
 @pytest.mark.parametrize("aggregation", [RegMean, Fisher])
 def test_a_run_merges_what_the_clients_add(aggregation: Any) -> None:
     found = played(aggregation, alignment=None)
-    collect: Any = (
-        fedrot.collect_gram if aggregation is RegMean else fedrot.collect_fisher
-    )
+    collect = fedrot.collect_gram if aggregation is RegMean else fedrot.collect_fisher
     expected = merged(aggregation(), clients(collect))
     assert largest_difference(found, ArrayRecord(expected)) <= 1e-6
 

@@ -44,9 +44,9 @@ from tests.strategies.fakes import (
     failure,
     grid_of,
     largest_difference,
+    model_in,
     node_of,
     reply,
-    tensors_of,
 )
 
 #: What a client does with a message.
@@ -88,7 +88,7 @@ def answered(train: Train, mod: Any, message: Message | None = None) -> Message:
 
 
 def arrays(message: Message) -> State:
-    return tensors_of(message.content.array_records["arrays"])
+    return model_in(message)
 
 
 @pytest.mark.parametrize("kind", ["train", "train.tuned"])
@@ -113,7 +113,8 @@ def test_the_update_leaves_in_the_received_coordinates(
 def test_what_does_not_move_keeps_its_bytes_and_the_clients_reply_stays_as_it_was() -> (
     None
 ):
-    update, sent = {k: v.half() for k, v in UPDATE.items()}, list[Message]()
+    update = {k: v.half() for k, v in UPDATE.items()}
+    sent = list[Message]()
 
     def train(message: Message) -> Message:
         sent.append(reply(message, update, 10))
@@ -137,10 +138,8 @@ def test_tied_arrays_stay_tied_unless_they_move_apart(canonical: bool) -> None:
     """In canonical form the output layer holds the last norm's gain; the token table
     does not.
     """
-    config, base = (
-        families.config_of("gpt2"),
-        families.model_of("gpt2").float().state_dict(),
-    )
+    config = families.config_of("gpt2")
+    base = families.model_of("gpt2").float().state_dict()
     update = near(base, 0.02, 1)
     update["lm_head.weight"] = update["transformer.wte.weight"]
     options = fedrot.AlignmentOptions(("residual", "ffn"), canonical=canonical)
@@ -163,7 +162,7 @@ def test_tied_arrays_stay_tied_unless_they_move_apart(canonical: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["evaluate", "query", MESSAGE_TYPE])
 def test_other_messages_pass_through_untouched(kind: str) -> None:
-    sent: list[Message] = []
+    sent = []
 
     def serve(message: Message) -> Message:
         sent.append(reply(message, UPDATE, 10))
@@ -198,7 +197,7 @@ def test_scrambled_clients_give_the_unscrambled_mean_by_their_fisher_information
     def average(
         updates: list[State], *mods: Any, aggregation: Any = Fisher
     ) -> ArrayRecord:
-        given: dict[str, Any] = {"aggregation": aggregation, "fraction_evaluate": 0.0}
+        given = {"aggregation": aggregation, "fraction_evaluate": 0.0}
         strategy = FedRot(CONFIG, alignment=None, **given)
         grid = grid_of(app_of(sends(update), [*mods]) for update in updates)
         return strategy.start(grid, ArrayRecord(BASE), 1).arrays
@@ -228,7 +227,7 @@ def without(name: str) -> State:
     return {key: value for key, value in UPDATE.items() if key != name}
 
 
-BROKEN: dict[str, Train] = {
+BROKEN = {
     "the client failed: crashed": failure,
     "'classifier.bias' is missing": sends(without("classifier.bias")),
     "holds NaN or Inf": sends(
@@ -249,7 +248,7 @@ BROKEN: dict[str, Train] = {
 def test_what_is_no_update_leaves_unchanged_with_a_warning(
     reason: str, warnings: Callable[[], str]
 ) -> None:
-    sent: list[Message] = []
+    sent = []
 
     def train(message: Message) -> Message:
         sent.append(BROKEN[reason](message))
@@ -285,12 +284,12 @@ def clipped(update: Mapping[str, Tensor], base: State) -> State:
 
 #: Flower's mods that change an update, and what the server sends for them. No noise:
 #: sensitivity 0.
-CHANGING: dict[str, tuple[Any, dict[str, Any]]] = {
+CHANGING = {
     "fixedclipping_mod": (fixedclipping_mod, {"clipping_norm": CLIP}),
     "adaptiveclipping_mod": (adaptiveclipping_mod, {"clipping_norm": CLIP}),
     "LocalDpMod": (LocalDpMod(CLIP, sensitivity=0.0, epsilon=1.0, delta=0.1), {}),
 }
-WRONG: dict[str, Any] = {
+WRONG = {
     **{name: mod for name, (mod, _) in CHANGING.items()},
     "secagg_mod": secagg_mod,
     "secaggplus_mod": secaggplus_mod,
@@ -399,13 +398,14 @@ def every(message: Message, context: Context, aligned: Mapping[str, Tensor]) -> 
     return {FISHER: aligned}
 
 
-NAMELESS, FEWER = align_mod(SYMMETRY), without(BIAS)
+NAMELESS = align_mod(SYMMETRY)
+FEWER = without(BIAS)
 SQUARES = with_statistics(
     {FISHER: {name: tensor.square() for name, tensor in UPDATE.items()}}
 )
 #: What raises at the client: the mod, what the client does with which message, and a
 #: word of the error.
-RAISES: list[tuple[Any, Train, Message, str]] = [
+RAISES = [
     (
         NAMELESS,
         never,
@@ -421,7 +421,8 @@ RAISES: list[tuple[Any, Train, Message, str]] = [
     (NAMELESS, sends_nameless(FEWER), legacy(secure=True), "tensors without names"),
     (
         align_mod(SYMMETRY, statistics=every),
-        *(sends_nameless(UPDATE), legacy(secure=True)),
+        sends_nameless(UPDATE),
+        legacy(secure=True),
         f"drops the statistics '{FISHER}'",
     ),
 ]

@@ -53,16 +53,17 @@ from tests.strategies.classifier import (
 from tests.strategies.fakes import (
     Client,
     FakeGrid,
+    aggregated,
     failure,
     grid_of,
     largest_difference,
     node_of,
-    play,
     reply,
     tensors_of,
 )
 
-BASE, OTHER = state(), state(3)
+BASE = state()
+OTHER = state(3)
 LEARNING = LearningOptions(("attention",), steps=3)
 GLOBAL = fedrot.AlignmentOptions(anchor="global")
 Edit = Callable[[Tensor], Tensor]
@@ -214,7 +215,7 @@ def identity(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
     return (value * torch.eye(8, dtype=dtype)).expand(4, 8, 8).contiguous()
 
 
-REFUSED: dict[str, Client] = {
+REFUSED = {
     "failed": failure,
     "no record": lambda message: Message(RecordDict({}), reply_to=message),
     "another record": other_record,
@@ -239,7 +240,7 @@ def test_what_is_no_element_is_refused(case: str) -> None:
 
 
 #: Groups that act on 12 entries, and what is next to an element of theirs, but is none.
-BESIDE: list[tuple[Action, list[Edit]]] = [
+BESIDE = [
     (
         HeadRotation(3, 4),
         [
@@ -309,9 +310,7 @@ def test_elements_are_read_as_they_were_sent_and_what_is_beside_them_is_refused(
         if element.is_floating_point():
             assert torch.equal(element_read(kind, element.float()), element.float())
         for change in beside:
-            with pytest.raises(
-                fedrot.UpdateError, match="not an element of the model's symmetry"
-            ):
+            with pytest.raises(fedrot.UpdateError, match="element"):
                 element_read(kind, change(element))
 
 
@@ -328,7 +327,7 @@ def test_a_round_matched_by_its_clients_keeps_the_function(
 ) -> None:
     sent = [permuted(BASE, i) if most or i == 1 else BASE for i in range(3)]
     grid = grid_of([client()] * 3)
-    result, _ = play(strategy(), BASE, sent, grid)
+    result, _ = aggregated(strategy(), BASE, sent, nodes=grid)
     assert error(result, BASE) <= 1e-4
     assert warnings() == ""
     # The heaviest is the anchor where most are in another basis; nobody else needs to
@@ -340,10 +339,10 @@ def test_a_round_matched_by_its_clients_keeps_the_function(
 
 def test_nobody_is_asked_in_an_ordinary_round() -> None:
     sent = [near(BASE, 0.05, i) for i in range(3)]
-    expected, _ = play(FedRot(config_of(NAME)), BASE, sent, [failure] * 3)
+    expected, _ = aggregated(FedRot(config_of(NAME)), BASE, sent)
     grid = grid_of([failure] * 3)
-    result, _ = play(
-        strategy(others={"options": None, "model": build}), BASE, sent, grid
+    result, _ = aggregated(
+        strategy(others={"options": None, "model": build}), BASE, sent, nodes=grid
     )
     assert grid.asked == []
     assert largest_difference(expected, result) == 0
@@ -352,8 +351,8 @@ def test_nobody_is_asked_in_an_ordinary_round() -> None:
 def test_what_a_client_found_is_averaged_and_reported_as_it_is() -> None:
     """Its data decided; to move the update again, by weights alone, would undo that."""
     found = read(ask(client(), OTHER), OTHER)
-    result, metrics = play(
-        strategy(alignment=GLOBAL), BASE, [BASE, OTHER, BASE], [client()] * 3
+    result, metrics = aggregated(
+        strategy(alignment=GLOBAL), BASE, [BASE, OTHER, BASE], nodes=[client()] * 3
     )
     aligned = found.apply(OTHER)
     mean = {k: 22 / 33 * BASE[k] + 11 / 33 * aligned[k] for k in BASE}
@@ -370,7 +369,9 @@ def test_an_update_that_its_client_matched_leaves_the_others_to_the_anchor() -> 
         for i in (3, 4)
     ]
     options = replace(EAGER, anchor="global")
-    result, _ = play(strategy(alignment=options), BASE, [theirs, *ours], [client()] * 3)
+    result, _ = aggregated(
+        strategy(alignment=options), BASE, [theirs, *ours], nodes=[client()] * 3
+    )
     first = read(ask(client(), theirs), theirs).apply(theirs)
     rest = fedrot.align_round(zip(ours, (11, 12), strict=True), BASE, SYMMETRY, options)
     aligned = [first, *(found.tensors for found in rest)]
@@ -387,7 +388,9 @@ def nothing_moved(message: Message) -> Message:
 
 def test_beside_clients_that_matched_themselves_others_keep_their_alignment() -> None:
     sent = [permuted(near(BASE, 0.01, seed), seed) for seed in (1, 2, 3)]
-    _, metrics = play(strategy(), BASE, sent, [nothing_moved, failure, failure])
+    _, metrics = aggregated(
+        strategy(), BASE, sent, nodes=[nothing_moved, failure, failure]
+    )
     assert metrics["fedrot-replies-accepted"] == 3
 
 
@@ -400,7 +403,8 @@ class Chatty(FakeGrid):
         self, messages: Iterable[Message], **kwargs: Any
     ) -> Iterable[Message]:
         asked = list(messages)
-        stranger, in_its_name = nothing_moved(asked[0]), nothing_moved(asked[0])
+        stranger = nothing_moved(asked[0])
+        in_its_name = nothing_moved(asked[0])
         stranger.metadata.__dict__["_src_node_id"] = 999
         in_its_name.metadata.__dict__["_reply_to_message_id"] = "of another request"
         answers = super().send_and_receive(asked)
@@ -408,10 +412,11 @@ class Chatty(FakeGrid):
 
 
 def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -> None:
-    sent, nodes = [BASE, OTHER, BASE], [client()] * 3
-    expected, before = play(strategy(alignment=GLOBAL), BASE, sent, nodes)
+    sent = [BASE, OTHER, BASE]
+    nodes = [client()] * 3
+    expected, before = aggregated(strategy(alignment=GLOBAL), BASE, sent, nodes=nodes)
     grid = Chatty(dict(enumerate(nodes, start=100)))
-    found, metrics = play(strategy(alignment=GLOBAL), BASE, sent, grid)
+    found, metrics = aggregated(strategy(alignment=GLOBAL), BASE, sent, nodes=grid)
     assert grid.asked == [[101]]
     assert largest_difference(found, expected) == 0
     assert metrics["fedrot-replies-accepted"] == before["fedrot-replies-accepted"] == 3
@@ -432,7 +437,7 @@ def left(message: Message) -> Message:
     return answer
 
 
-BAD_NODES: dict[str, Client] = {"left": left, "silent": failure} | {
+BAD_NODES = {"left": left, "silent": failure} | {
     name: REFUSED[name]
     for name in ("failed", "no record", "NaN", "a short order", "unknown group")
 }
@@ -444,9 +449,7 @@ SENT = [BASE, permuted(BASE, 1), BASE]
 @cache
 def matched_at_the_server(model: Any) -> ArrayRecord:
     others = OtherBasis(model, None if model else WHOLE)
-    return play(FedRot(config_of(NAME), other_basis=others), BASE, SENT, [failure] * 3)[
-        0
-    ]
+    return aggregated(FedRot(config_of(NAME), other_basis=others), BASE, SENT)[0]
 
 
 @pytest.mark.parametrize("case", BAD_NODES)
@@ -457,7 +460,7 @@ def test_after_a_bad_answer_the_reply_is_matched_at_the_server(
     kind = Silent if case == "silent" else FakeGrid
     grid = kind(dict.fromkeys((100, 101, 102), BAD_NODES[case]))
     given = {"model": model, "options": None if model else WHOLE}
-    result, metrics = play(strategy(others=given), BASE, SENT, grid)
+    result, metrics = aggregated(strategy(others=given), BASE, SENT, nodes=grid)
     assert ("Client 1 is matched at the server" in warnings()) == (case != "silent")
     assert largest_difference(result, matched_at_the_server(model)) == 0
     assert error(result, BASE) <= 1e-4
@@ -479,7 +482,7 @@ class Timed(LazyGrid):
 
 
 def test_requests_to_match_have_the_timeout_of_the_run_and_its_configuration() -> None:
-    asked: list[Message] = []
+    asked = []
 
     def answer(message: Message) -> Message:
         node = message.metadata.dst_node_id
@@ -488,7 +491,7 @@ def test_requests_to_match_have_the_timeout_of_the_run_and_its_configuration() -
             return nothing_moved(message)
         return reply(message, permuted(BASE, node), 10, node)
 
-    grid = Timed(FakeGrid(dict.fromkeys((1, 2), answer)))
+    grid = Timed(grid_of([answer] * 2))
     config = ConfigRecord({"lr": 0.5})
     ours = strategy(fraction_evaluate=0.0)
     ours.start(grid, ArrayRecord(BASE), 1, timeout=12.5, train_config=config)

@@ -79,9 +79,7 @@ class Kind:
             "problem_type": self.problem,
             "num_attention_heads": 2,
         }
-        model: nn.Module = BertForSequenceClassification(
-            BertConfig(**small, **own)
-        ).eval()
+        model = BertForSequenceClassification(BertConfig(**small, **own)).eval()
         # Features of an untrained model differ too little for a head.
         for parameter in model.bert.encoder.parameters():
             parameter.data.mul_(4)
@@ -119,7 +117,7 @@ class Kind:
 
     def logits(self, model: Any, rows: Rows) -> Tensor:
         with torch.no_grad():
-            found: Tensor = model.eval()(
+            found = model.eval()(
                 **{n: v for n, v in rows.items() if n != "labels"}
             ).logits
         return found.double()
@@ -130,10 +128,8 @@ class Kind:
         held_out: Rows | None,
         build: Callable[[], nn.Module] | None = None,
     ) -> Client:
-        app, rows = (
-            ClientApp(),
-            [[given] if given is not None else [] for given in (training, held_out)],
-        )
+        app = ClientApp()
+        rows = [[given] if given is not None else [] for given in (training, held_out)]
         data = LabelledRows(build or self.drawn, lambda: rows[0], lambda: rows[1])
         answer_with_sums(app, lambda message, context: data)
         return node_of(app)
@@ -164,7 +160,8 @@ class Kind:
         """Return the best loss, shrinkage, temperature and head of one place that has
         all rows.
         """
-        model, inputs = self.build(), list[Tensor]()
+        model = self.build()
+        inputs = list[Tensor]()
         training, held_out = (
             {name: torch.cat([one[name] for one in given]) for name in given[0]}
             for given in zip(*self.pairs(), strict=True)

@@ -24,7 +24,7 @@ from fedrot.strategies.wire.fitting_messages import (
     TASK_HEADS,
 )
 from fedrot.task_head.losses import ONE, TEMPERATURES
-from tests.strategies.fakes import Client, FakeGrid, tensors_of
+from tests.strategies.fakes import Client, grid_of, tensors_of
 
 CLASSES, WIDTH = 3, 12
 CENTRES = torch.randn(
@@ -78,7 +78,8 @@ def packed(sums: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unpacked(sent: dict[str, Tensor]) -> dict[str, Tensor]:
-    counts, sums = sent["counts"], sent["sums"].double()
+    counts = sent["counts"]
+    sums = sent["sums"].double()
     upper = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
     upper[torch.triu_indices(WIDTH, WIDTH).unbind()] = sent["scatter"].double()
     return {
@@ -123,7 +124,8 @@ def client(
     lie: Lie | None = None,
     shares: Tensor = EVEN,
 ) -> Client:
-    training, judged = drawn(seed, rows, shares), drawn(1000 + seed, held_out, shares)
+    training = drawn(seed, rows, shares)
+    judged = drawn(1000 + seed, held_out, shares)
 
     def answer(message: Message) -> Message:
         (config,) = message.content.config_records.values()
@@ -153,7 +155,7 @@ def client(
 def fitted(
     clients: list[Client], old: dict[str, Tensor] | None = None
 ) -> FittedTaskHead:
-    grid = FakeGrid(dict(enumerate(clients, start=100)))
+    grid = grid_of(clients)
     return fit_task_head(
         grid,
         ArrayRecord(old or OLD),

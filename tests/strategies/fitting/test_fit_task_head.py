@@ -15,10 +15,8 @@ from flwr.clientapp import ClientApp
 
 import fedrot
 from fedrot.strategies import FedRot
-from fedrot.strategies.wire.arrays import to_arrays
 from fedrot.strategies.wire.fitting_messages import LOSSES, ROWS, STAGE, SUMS
 from fedrot.task_head.losses import temperature_in_words
-from fedrot.task_head.sums import ClassSums
 from tests.strategies.fakes import (
     Client,
     failure,
@@ -42,7 +40,8 @@ def test_the_head_is_that_of_one_place_at_the_best_temperature(
     name: str, warnings: Callable[[], str]
 ) -> None:
     """Clients' adapters may have smaller ranks: features are those of the server's."""
-    kind, before = KINDS[name], torch.random.get_rng_state()
+    kind = KINDS[name]
+    before = torch.random.get_rng_state()
     found = kind.fitted(kind.clients())
     assert torch.equal(torch.random.get_rng_state(), before)
     assert warnings() == ""
@@ -143,7 +142,7 @@ def announcing(training: object) -> Callable[[Client], Client]:
 
 #: What a client answers, a word of the reason, and the rows of it that count: those
 #: that it trains on ("training"), those that it holds out ("held out"), or none.
-BAD: dict[str, tuple[Callable[[Client], Client], str, str]] = {
+BAD = {
     "fails": (lambda node: failure, "it failed: crashed", ""),
     "no action": (lambda node: without_the_action, "answer_with_sums", ""),
     "silent": (lambda node: lambda message: None, "no answer before the timeout", ""),
@@ -190,8 +189,10 @@ def test_an_answer_that_is_none_is_left_out_and_named(
     nothing bad.
     """
     kind, (spoil, word, counts) = KINDS[name], BAD[what]
-    training, held_out = kind.rows(7, 40), kind.rows(17, 40)
-    clients, place = kind.clients(), 3 * (len(what) % 2)
+    training = kind.rows(7, 40)
+    held_out = kind.rows(17, 40)
+    clients = kind.clients()
+    place = 3 * (len(what) % 2)
     clients.insert(place, spoil(kind.client(training, held_out)))
     found = kind.fitted(clients)
     assert f"Client {100 + place}" in warnings()
@@ -222,9 +223,9 @@ def test_a_client_may_lack_rows_of_one_kind(
     place: int, spoil: Callable[[Rows], Any]
 ) -> None:
     """The rows of the other kind count; nobody asks for those that it lacks."""
-    pair: list[Any] = [SINGLE.rows(1, 30), SINGLE.rows(2, 30)]
+    pair = [SINGLE.rows(1, 30), SINGLE.rows(2, 30)]
     pair[place] = spoil(pair[place])
-    asked: list[Any] = []
+    asked = []
 
     def node(message: Message) -> Message | None:
         asked.extend(message.content.config_records.values())
@@ -271,10 +272,3 @@ def test_what_gives_no_head_is_an_error(
         strategy = FedRot(SINGLE.config, fit_head="elsewhere")
         with pytest.raises(fedrot.FedrotError, match=word):
             strategy.start(grid_of(clients), ArrayRecord(SINGLE.state()), 1)
-
-
-def test_an_answer_at_width_768_is_a_quarter_of_a_matrix_in_float64() -> None:
-    features = torch.randn(100, 768, dtype=torch.float64)
-    hot = torch.nn.functional.one_hot(torch.arange(100) % 20, 20).double()
-    sums = ClassSums(hot.sum(0), hot.mT @ features, features.mT @ features)
-    assert sum(len(one.data) for one in to_arrays(sums.packed()).values()) <= 1.3e6

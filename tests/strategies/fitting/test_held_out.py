@@ -22,7 +22,8 @@ from tests.strategies.classifier import NAME, SYMMETRY, build, state
 from tests.strategies.fakes import Client, failure, grid_of, reply, tensors_of
 from tests.strategies.fitting.classifiers import SINGLE, Rows, State, as_predicted
 
-STATE, ARRAYS = state(), ArrayRecord(state())
+STATE = state()
+ARRAYS = ArrayRecord(state())
 WORSE = near(STATE, 0.3, 1)
 
 

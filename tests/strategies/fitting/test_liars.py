@@ -39,7 +39,7 @@ def of_points(points: Tensor, counts: Tensor, spread: float = 1e-9) -> Sums:
 
 
 #: What a liar makes of its own sums. Each can be the sums of some rows.
-SPOILT: dict[str, Callable[[Sums], Sums]] = {
+SPOILT = {
     "labels turned": lambda s: {
         **s,
         "counts": s["counts"][TURNED],
@@ -93,7 +93,7 @@ def inverted(losses: dict[str, Tensor]) -> None:
 
 
 #: What a liar makes of its losses.
-VOTES: dict[str, Callable[[dict[str, Tensor]], None]] = {
+VOTES = {
     "honest": lambda losses: None,
     "for the old head": prefers(0),
     "for the fitted head": prefers(1),
@@ -139,7 +139,8 @@ def test_a_quarter_of_liars_costs_little_accuracy(sizes: tuple[int, int, int]) -
             )
         )
 
-    honest, found = played(set(), None), {}
+    honest = played(set(), None)
+    found = {}
     for number, case in enumerate(CASES[::step]):
         at = {(number + 4 * index) % count for index in range(liars)}
         found[case] = played(at, lie(*case))
@@ -158,7 +159,8 @@ def test_honest_clients_with_labels_of_their_own_are_not_left_out(
     clients = [
         client(100 * seed + k, shares=own) for k, own in enumerate(torch.tensor(drawn))
     ]
-    found, harmful = fitted(clients), Votes.harmful
+    found = fitted(clients)
+    harmful = Votes.harmful
     suspected = list[int]()
     monkeypatch.setattr(
         Votes, "harmful", lambda *told: suspected.extend(harmful(*told))

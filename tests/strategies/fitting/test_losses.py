@@ -78,7 +78,8 @@ def test_a_quarter_of_the_clients_turns_nothing(
     """
     lies = lies[: len(clients) // 3]
     rows, changes = zip(*clients, *lies, strict=True)
-    weights, honest = weights_of([*rows]), len(clients)
+    weights = weights_of([*rows])
+    honest = len(clients)
     old = torch.ones(len(rows), dtype=torch.float64)
     reach = 1 + LEAST_RANGE
     values = torch.tensor(changes, dtype=torch.float64).clamp(-reach, reach)
@@ -156,7 +157,8 @@ def test_totals_are_the_sums_of_capped_rows_in_any_order(
         for n, s in clients.items()
     }
     rows = {node: int(sums.counts.sum()) for node, sums in clients.items()}
-    found, again = Totals(rows), Totals(rows)
+    found = Totals(rows)
+    again = Totals(rows)
     for node in order:
         found.add(node, clients[node])
     for node in clients:
@@ -167,7 +169,8 @@ def test_totals_are_the_sums_of_capped_rows_in_any_order(
         slow = sum(
             getattr(s, name) * (18 / 90 if not n else 1) for n, s in clients.items()
         )
-        own, size = getattr(ours, name), float(slow.abs().max())
+        own = getattr(ours, name)
+        size = float(slow.abs().max())
         torch.testing.assert_close(own, slow, rtol=1e-12, atol=1e-12 * size)
     # Clients 7 and 8 by number of rows, and so on, are in one group.
     rest = [node for node in clients if found._group[node] != 2]
@@ -189,7 +192,8 @@ def test_classes_that_only_left_out_groups_tell_keep_all_their_rows(kept: int) -
         one_hot = torch.nn.functional.one_hot(torch.tensor(labels), 3).double()
         return ClassSums(one_hot.sum(0), one_hot.mT @ features, features.mT @ features)
 
-    ours, theirs = sums(*[0, 1] * 20, *[2] * kept), sums(*[0] * 30, *[2] * 40)
+    ours = sums(*[0, 1] * 20, *[2] * kept)
+    theirs = sums(*[0] * 30, *[2] * 40)
     found = total_without([7], {4: ours, 7: theirs})
     told = kept < SCARCE
     assert found.counts.tolist() == [20, 20, kept + 40 * told]

@@ -36,6 +36,7 @@ from tests.strategies.fakes import (
     failure,
     grid_of,
     largest_difference,
+    model_in,
     reply,
     tensors_of,
 )
@@ -46,7 +47,7 @@ CLIENTS = 4
 
 
 def noting(strategy: type) -> tuple[Any, list[ArrayRecord]]:
-    sent: list[ArrayRecord] = []
+    sent = []
 
     class Noting(strategy):  # type: ignore[misc, valid-type]
         def configure_train(
@@ -57,10 +58,7 @@ def noting(strategy: type) -> tuple[Any, list[ArrayRecord]]:
             grid: Grid,
         ) -> Iterable[Message]:
             sent.append(arrays)
-            found: Iterable[Message] = super().configure_train(
-                server_round, arrays, config, grid
-            )
-            return found
+            return super().configure_train(server_round, arrays, config, grid)
 
     return Noting, sent
 
@@ -84,7 +82,7 @@ def noted(
 
 
 #: Sums of updates do not depend on the order of arrival.
-COMMON: dict[str, Any] = {
+COMMON = {
     "fraction_evaluate": 0.0,
     "server": Server(deterministic=True),
 }
@@ -113,7 +111,8 @@ def run(
     nodes: Iterable[Client], rounds: int, body: float = 0.0, **given: Any
 ) -> tuple[Any, list[State]]:
     settings = {"alignment": None, "fit_head": HEAD, "server": None, **given}
-    start, config = ArrayRecord(state(body)), {"model_type": "bert"}
+    start = ArrayRecord(state(body))
+    config = {"model_type": "bert"}
     result, sent = played(nodes, rounds, start, config, **settings)
     return result, list(map(tensors_of, sent))
 
@@ -125,7 +124,7 @@ def clients(
 
 
 #: What training does to the body, and how much of the change is taken.
-STEPS: dict[str, tuple[float, Callable[[float], float], float]] = {
+STEPS = {
     "better": (0.0, lambda body: 1.0, 1.0),
     "half way is better": (0.0, lambda body: 2.0, 0.5),
     "worse": (1.0, lambda body: -1.0, 0.0),
@@ -184,7 +183,7 @@ def test_the_error_is_the_standard_error_of_the_differences_of_rows() -> None:
 
 
 def test_a_model_travels_once_for_its_head(tmp_path: Path) -> None:
-    notes: list[Any] = []
+    notes = []
     run(noted(clients(lambda body: body + 0.3, tmp_path), notes), 2)
     first = [("count", []), ("sum", [f"{MODEL}-0"]), ("evaluate", [])]
     each = [
@@ -218,7 +217,7 @@ def test_only_models_of_runs_long_ago_are_deleted(tmp_path: Path) -> None:
 def test_lost_and_damaged_files_and_full_disks_cost_only_bytes(
     what: str, tmp_path: Path, warnings: Callable[[], str]
 ) -> None:
-    notes: list[Any] = []
+    notes = []
     folder = tmp_path / "folder"
     expected, _ = run(clients(lambda body: body + 0.3), 2)
     if what == "never kept":
@@ -260,10 +259,10 @@ def test_clients_that_always_lack_the_model_are_left_out(
 
 
 def test_a_resumed_run_does_not_begin_anew(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"checkpoints": Checkpointing(tmp_path / "runs")}
+    given = {"checkpoints": Checkpointing(tmp_path / "runs")}
     whole, _ = run(clients(lambda body: body + 0.3), 3)
     run(clients(lambda body: body + 0.3), 1, **given)
-    notes: list[Any] = []
+    notes = []
     found, sent = run(noted(clients(lambda body: body + 0.3), notes), 3, **given)
     assert (len(sent), notes[0][0]) == (2, "train")
     assert largest_difference(found.arrays, whole.arrays) == 0
@@ -275,7 +274,7 @@ def learner(index: int, build: Callable[[], nn.Module] | None = None) -> Client:
     def node(message: Message) -> Message | None:
         if message.metadata.message_type != "train":
             return answers(message)
-        received = tensors_of(message.content.array_records["arrays"])
+        received = model_in(message)
         return reply(message, near(received, 0.01, seed=index), 10 + index, index)
 
     return node
@@ -339,7 +338,7 @@ def test_adapters_are_never_worse_over_rounds(method: str) -> None:
             if message.metadata.message_type != "train":
                 return answers(message)
             own = kind.build(rank)
-            load_adapter(own, tensors_of(message.content.array_records["arrays"]))
+            load_adapter(own, model_in(message))
             generator = torch.Generator().manual_seed(index)
             sent = {
                 name: tensor + torch.randn(tensor.shape, generator=generator) / 2
@@ -375,7 +374,7 @@ def test_a_later_round_without_answers_keeps_its_head(
     warnings: Callable[[], str],
 ) -> None:
     def once(node: Client) -> Client:
-        asked: list[bool] = []
+        asked = []
 
         def answer(message: Message) -> Message | None:
             asked.append(message.metadata.message_type != "train")
@@ -402,7 +401,7 @@ def only(trains: bool) -> Client:
 
 
 def test_a_failed_round_fits_no_head_and_a_first_round_without_answers_stops() -> None:
-    notes: list[Any] = []
+    notes = []
     result, (first,) = played(noted([only(trains=False)] * 2, notes), 1)
     assert notes[-1][0] == "train"
     assert largest_difference(result.arrays, first) == 0
@@ -421,11 +420,12 @@ def test_a_subclass_that_hides_the_model_is_refused() -> None:
             content = RecordDict({"arrays": arrays, "config": config})
             return [Message(content, node, "train") for node in grid.get_node_ids()]
 
-    grid, initial = grid_of(LEARNERS), ArrayRecord(SINGLE.state())
+    grid = grid_of(LEARNERS)
+    initial = ArrayRecord(SINGLE.state())
     for more in ({"fit_head": True}, {"reporting": Reporting(os.devnull, hashes=True)}):
         strategy = Own(SINGLE.config, alignment=None, **more)
         messages = strategy.configure_train(1, initial, ConfigRecord(), grid)
-        with pytest.raises(fedrot.FedrotError, match="round 1 is not known"):
+        with pytest.raises(fedrot.FedrotError, match="round 1"):
             strategy.aggregate_train(1, list(grid.send_and_receive(messages)))
 
 
@@ -435,7 +435,7 @@ def of_precision(index: int, dtype: torch.dtype | None = None) -> Client:
     """
 
     def tied() -> nn.Module:
-        model: Any = SINGLE.drawn()
+        model = SINGLE.drawn()
         model.register_parameter("again", model.bert.pooler.dense.weight)
         return model
 
@@ -468,13 +468,14 @@ def of_precision(index: int, dtype: torch.dtype | None = None) -> Client:
 def test_models_travel_in_the_wires_precision_and_keep_their_own_and_their_ties(
     dtype: torch.dtype | None, wire: torch.dtype | None
 ) -> None:
-    tensors: Any = {
+    tensors = {
         name: tensor.to(dtype or torch.float32)
         for name, tensor in SINGLE.state().items()
     }
     if dtype:
         tensors["again"] = tensors["bert.pooler.dense.weight"]
-    model, notes = to_arrays(tensors), list[Any]()
+    model = to_arrays(tensors)
+    notes = list[Any]()
     assert [array.stype for array in model.values()].count(TIED) == bool(dtype)
     nodes = noted((of_precision(index, dtype) for index in range(3)), notes)
     server = Server(wire=wire, deterministic=True)

@@ -28,7 +28,7 @@ BASE = state()
 #: Rows of the head that each of three clients has trained; the second has no head.
 #: Nobody has trained row 2, or all but the first client have trained all rows and do
 #: not mark them.
-ROWS: dict[str, tuple[tuple[int, ...] | None, ...]] = {
+ROWS = {
     "all mark": ((0, 1), None, (1,)),
     "one marks": ((0, 1), (0, 1, 2), (0, 1, 2)),
 }
@@ -61,7 +61,8 @@ def expected_head(clients: Sequence[Client], rows: Any, name: str) -> Tensor:
 def test_rows_of_the_head_are_averaged_over_whoever_trained_them(
     case: str, aggregation: Any, align: bool
 ) -> None:
-    rows, clients = ROWS[case], []
+    rows = ROWS[case]
+    clients = []
     for i, client in enumerate(honest()):
         # The heads' norms differ enough for a wrong average to show.
         update = {n: t * (1 + i) if n in HEAD else t for n, t in client.update.items()}
@@ -102,7 +103,8 @@ def test_scrambled_clients_keep_their_marks() -> None:
 
 
 def test_an_average_of_adapters_receives_the_marks_of_untrained_rows() -> None:
-    base, head = adapter(0), "base_model.model.head.bias"
+    base = adapter(0)
+    head = "base_model.model.head.bias"
     mean = AdapterMean(AdapterOptions().average(SETTINGS, base, 1))
     mean.add(
         base,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +61,14 @@ def test_the_hash_is_of_names_dtypes_shapes_and_bits() -> None:
     assert model_hash(from_arrays(to_arrays(mixed))) == oracle(mixed)
     one = torch.tensor([0.0, 1.0])
     line = 'a", "float32", [1]]\n' + "\0" * 4 + '["b'
-    others: list[State] = [
-        *(
-            {"a": one},
-            {"b": one},
-            {"a": -one},
-            {"a": one.reshape(2, 1)},
-            {"a": one.view(torch.int32)},
-        ),
-        *({"a": one[:1], "b": one[:1]}, {line: one[:1]}),
+    others = [
+        {"a": one},
+        {"b": one},
+        {"a": -one},
+        {"a": one.reshape(2, 1)},
+        {"a": one.view(torch.int32)},
+        {"a": one[:1], "b": one[:1]},
+        {line: one[:1]},
         {"a": one.bfloat16()},
     ]
     assert len({model_hash(other) for other in others}) == len(others)
@@ -106,8 +104,8 @@ CLIENTS = {
     102: client(2, says=0),
     103: client(3, bad=True),
 }
-TRAIN: dict[str, Any] = {"fraction_evaluate": 0.0}
-STRATEGIES: dict[str, Callable[..., Any]] = {
+TRAIN = {"fraction_evaluate": 0.0}
+STRATEGIES = {
     "running": FedRot,
     "deterministic": lambda config, **more: FedRot(
         config, server=Server(deterministic=True), **more
@@ -148,7 +146,8 @@ def test_rows_name_what_was_averaged_as_it_was_received(
 def test_without_a_new_model_no_update_is_named_and_hashes_are_an_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, server = tmp_path / "rows.jsonl", Server(min_replies=4)
+    file = tmp_path / "rows.jsonl"
+    server = Server(min_replies=4)
     for hashes, count in ((True, 1), (False, 0)):
         strategy = FedRot(
             SYMMETRY, reporting=Reporting(file, hashes=hashes), server=server, **TRAIN
@@ -167,7 +166,8 @@ def test_without_a_new_model_no_update_is_named_and_hashes_are_an_option(
 
 def play(folder: Path, rounds: int, offset: int = 0) -> tuple[Path, Path]:
     """Start or resume a run; return its rows and checkpoints."""
-    file, kept = folder / "rows.jsonl", folder / "checkpoints"
+    file = folder / "rows.jsonl"
+    kept = folder / "checkpoints"
     reporting = Reporting(file, hashes=True)
     strategy = FedRot(
         SYMMETRY, reporting=reporting, checkpoints=Checkpointing(kept), **TRAIN

@@ -17,7 +17,7 @@ from fedrot.strategies.reporting.rows import cut_rows, report_metrics
 from fedrot.strategies.settings import Checkpointing, Reporting
 from tests.models import State, near
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import FakeGrid, reply
+from tests.strategies.fakes import FakeGrid, grid_of, reply
 
 
 class AlignedFedAdam(Aligned, FedAdam):
@@ -41,7 +41,7 @@ def client(index: int, loss: float = 0.5) -> Any:
 
 
 def grid() -> FakeGrid:
-    return FakeGrid({100 + i: client(i) for i in range(3)})
+    return grid_of(map(client, range(3)))
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -63,8 +63,9 @@ def stages_of(path: Path) -> list[dict[str, Any]]:
 def test_every_round_and_stage_has_one_row_that_is_there_when_its_stage_ends(
     strategy: type[Aligned], tmp_path: Path
 ) -> None:
-    path, seen = tmp_path / "deep" / "rows.jsonl", []
-    heard: list[tuple[int, dict[str, float]]] = []
+    path = tmp_path / "deep" / "rows.jsonl"
+    seen = []
+    heard = []
 
     def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord | None:
         seen.append(
@@ -99,7 +100,8 @@ def test_every_round_and_stage_has_one_row_that_is_there_when_its_stage_ends(
 
 
 def test_what_is_not_finite_is_null_in_a_row(tmp_path: Path) -> None:
-    path, heard = tmp_path / "rows.jsonl", dict[str, float]()
+    path = tmp_path / "rows.jsonl"
+    heard = dict[str, float]()
     reporting = Reporting(path, lambda number, metrics: heard.update(metrics))
     given = MetricRecord({"loss": math.nan, "best": [math.inf, 1.0, -math.inf], "n": 3})
     report_metrics(reporting, 1, "train", given)
@@ -125,8 +127,9 @@ def test_an_error_of_the_function_ends_the_run() -> None:
 
 
 def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path, warnings: Any) -> None:
-    path, kept = tmp_path / "rows.jsonl", tmp_path / "checkpoints"
-    heard: list[int] = []
+    path = tmp_path / "rows.jsonl"
+    kept = tmp_path / "checkpoints"
+    heard = []
 
     def play(rounds: int) -> None:
         strategy = FedRot(

@@ -35,7 +35,13 @@ from fedrot.strategies.settings import Checkpointing, Reporting
 from fedrot.symmetry.groups import Move, apply_moves
 from tests.models import HEADS, State, near
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import ArrayRecord, FakeGrid, failure, reply
+from tests.strategies.fakes import (
+    ArrayRecord,
+    Client,
+    failure,
+    grid_of,
+    reply,
+)
 
 TURNED = "heads are rotated relative to each other"
 
@@ -52,8 +58,13 @@ def rows(
     """
     return [
         GroupReport(
-            *(f"{part} {index}", index, part, of, of * (1 - share * (index < moved))),
-            *(int(index < moved), 4),
+            f"{part} {index}",
+            index,
+            part,
+            of,
+            of * (1 - share * (index < moved)),
+            int(index < moved),
+            4,
             found=of * share,
             chance=None if chance is None else of * chance,
         )
@@ -81,7 +92,7 @@ BOTH = (
     "distance, chance 0.0 %"
 )
 #: The groups of each reply, and the verdict's beginning.
-VERDICTS: dict[str, tuple[list[list[list[GroupReport]]], str]] = {
+VERDICTS = {
     "clients had turned": (
         [[rows("attention", 0.2, 0.16, 0.08, 0.068, moved=3)]] * 4,
         "rotation 12.7 % of the distance, chance 6.1 %: heads are rotated relative to "
@@ -164,47 +175,47 @@ def test_the_verdict_on_replies(name: str) -> None:
     assert [*sum(shares[:1], ())] == named
 
 
-def test_another_basis_has_no_chance() -> None:
-    groups = [
-        *rows("attention", 0.5, chance=None, moved=1),
-        *rows("residual", 0.9, chance=None, moved=1),
-    ]
-    assert found(*[report(*groups)] * 3, other_basis=3) == (
-        "3 replies from another basis: rotation 25.0 %, permutation 45.0 % of the "
-        "distance removed, chance not known; 6 of 6 groups moved"
-    )
-
-
-@pytest.mark.parametrize(
-    ("share", "moved", "beginning", "end"),
-    [
-        (0.127, 1, f"rotation 12.7 % of the distance, chance 6.1 %: {TURNED}", 3),
-        (0.035, 0, "nothing beyond chance (rotation 3.5 %, chance 6.1 %)", 1),
-    ],
+HEADS_OF_OTHERS = rows("attention", 0.5, chance=None, moved=1)
+OTHER = report(*HEADS_OF_OTHERS, *rows("residual", 0.9, chance=None, moved=1))
+MIXED = (
+    "; 1 reply from another basis: rotation 50.0 % of the distance removed, chance not "
+    "known; "
 )
-def test_some_replies_from_another_basis(
-    share: float, moved: int, beginning: str, end: int
+LOST = {"accepted": 0, "lost": "0 good replies, 1 needed."}
+FEW = {"accepted": 1, "lost": "1 good reply, 2 needed."}
+#: Reports and what else is known of a round, and all that the verdict says.
+SENTENCES = [
+    (
+        [OTHER] * 3,
+        {"other_basis": 3},
+        "3 replies from another basis: rotation 25.0 %, permutation 45.0 % of the "
+        "distance removed, chance not known; 6 of 6 groups moved",
+    ),
+    (
+        [*[report(*rows("attention", 0.127, moved=1))] * 2, report(*HEADS_OF_OTHERS)],
+        {"other_basis": 1},
+        f"rotation 12.7 % of the distance, chance 6.1 %: {TURNED}{MIXED}3 of 3 groups "
+        "moved",
+    ),
+    (
+        [*[report(*rows("attention", 0.035))] * 2, report(*HEADS_OF_OTHERS)],
+        {"other_basis": 1},
+        f"nothing beyond chance (rotation 3.5 %, chance 6.1 %){MIXED}1 of 3 groups "
+        "moved",
+    ),
+    ([], {"accepted": 3, "aligned": False}, "alignment is off"),
+    ([], LOST, "no reply accepted: the model stays as it was"),
+    ([], {**LOST, "aligned": False}, "no reply accepted: the model stays as it was"),
+    ([], FEW, "no new model: 1 good reply, 2 needed"),
+    ([], {**FEW, "aligned": False}, "no new model: 1 good reply, 2 needed"),
+]
+
+
+@pytest.mark.parametrize(("reports", "about", "sentence"), SENTENCES)
+def test_the_verdict_on_other_bases_and_rounds_without_a_model(
+    reports: list[AlignmentReport], about: dict[str, Any], sentence: str
 ) -> None:
-    ordinary = report(*rows("attention", share, moved=moved))
-    other = report(*rows("attention", 0.5, chance=None, moved=1))
-    assert found(ordinary, ordinary, other, other_basis=1) == (
-        f"{beginning}; 1 reply from another basis: rotation 50.0 % of the distance "
-        f"removed, chance not known; {end} of 3 groups moved"
-    )
-
-
-def test_alignment_off() -> None:
-    assert found(accepted=3, aligned=False) == "alignment is off"
-
-
-@pytest.mark.parametrize("aligned", [True, False])
-def test_rounds_without_a_model(aligned: bool) -> None:
-    assert found(accepted=0, aligned=aligned, lost="0 good replies, 1 needed.") == (
-        "no reply accepted: the model stays as it was"
-    )
-    assert found(accepted=1, aligned=aligned, lost="1 good reply, 2 needed.") == (
-        "no new model: 1 good reply, 2 needed"
-    )
+    assert found(*reports, **about) == sentence
 
 
 # --- the run
@@ -267,37 +278,41 @@ def lines_of(
     rounds: int,
 ) -> list[str]:
     caplog.clear()
-    clients = {
-        100 + i: (lambda message, i=i: reply(message, updates[i], 10, i))
-        for i in range(len(updates))
-    }
-    strategy.start(FakeGrid(clients), ArrayRecord(state()), rounds)
+
+    def client(index: int) -> Client:
+        return lambda message: reply(message, updates[index], 10, index)
+
+    clients = grid_of(map(client, range(len(updates))))
+    strategy.start(clients, ArrayRecord(state()), rounds)
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_round_ends_with_its_verdict_and_a_run_with_its_sum(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
+def test_a_round_ends_with_its_verdict_and_a_run_with_its_sum_also_a_resumed_one(
+    caplog: Any, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO)
     path = tmp_path / "rows.jsonl"
-    strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, reporting=Reporting(path))
-    lines = lines_of(caplog, strategy, [turned(client) for client in range(3)], 1)
+    settings = {"fraction_evaluate": 0.0, "reporting": Reporting(path)}
+    settings["checkpoints"] = Checkpointing(tmp_path / "kept")
+    updates = [turned(client) for client in range(3)]
+    lines = lines_of(caplog, FedRot(SYMMETRY, **settings), updates, 1)
     counts, sentence, _ = [line for line in lines if line.startswith("Round 1: ")]
     assert counts.startswith("Round 1: replies: 3 accepted, 0 dropped, 0 failed; ")
-    assert "heads are rotated relative to each other; 2 of 18 groups moved" in sentence
-    first, *_, last = lines[lines.index(sentence) + 1 :]
+    assert f"{TURNED}; 2 of 18 groups moved" in sentence
+    first = lines[lines.index(sentence) + 1]
     assert "Aggregated MetricRecord" in first
     metrics = ast.literal_eval(first.split(": ", 1)[1])
-    assert (
-        f"{percent(metrics[FOUND])} of the distance, chance {percent(metrics[CHANCE])}"
-        in sentence
-    )
-    assert (
-        f" removed {percent(metrics[REMOVED])} of the distance of all groups in "
-        in counts
-    )
+    shares = [percent(metrics[name]) for name in (FOUND, CHANCE, REMOVED)]
+    assert f"{shares[0]} of the distance, chance {shares[1]}" in sentence
+    assert f" removed {shares[2]} of the distance of all groups in " in counts
     assert lines[-3:-1] == ["Alignment moved groups in 1 of 1 round.", f"{sentence}."]
-    assert str(path) in last
+    assert str(path) in lines[-1]
+    lines = lines_of(caplog, FedRot(SYMMETRY, **settings), updates, 2)
+    moved, before, after, _ = lines[-4:]
+    assert re.fullmatch("Alignment moved groups in . of 2 rounds.", moved)
+    assert before == f"{sentence}."
+    assert lines.count(sentence) == 0
+    assert lines.count(after[:-1]) == 1
 
 
 def test_noise_is_averaged_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -335,30 +350,12 @@ def test_a_first_round_without_moves_says_what_to_do(
     assert [record.getMessage() for record in caplog.records][2:] == added
 
 
-def test_a_resumed_run_sums_up_the_rounds_before(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    caplog.set_level(logging.INFO)
-    updates = [turned(client) for client in range(3)]
-    checkpoints = Checkpointing(tmp_path)
-    for rounds in (1, 2):
-        strategy = FedRot(SYMMETRY, fraction_evaluate=0.0, checkpoints=checkpoints)
-        lines = lines_of(caplog, strategy, updates, rounds)
-    moved, first, second = lines[-3:]
-    assert moved.startswith("Alignment moved groups in ")
-    assert moved.endswith(" of 2 rounds.")
-    assert first.startswith("Round 1: ")
-    assert lines.count(first[:-1]) == 0
-    assert lines.count(second[:-1]) == 1
-
-
 def test_a_second_run_of_a_strategy_tells_of_its_own_rounds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
     strategy = FedRot(SYMMETRY, fraction_evaluate=0.0)
-    nobody = FakeGrid({100: failure, 101: failure})
-    strategy.start(nobody, ArrayRecord(state()), 3)
+    strategy.start(grid_of([failure] * 2), ArrayRecord(state()), 3)
     assert "No new model in 3 of 3 rounds" in caplog.text
     lines = lines_of(caplog, strategy, [turned(client) for client in range(3)], 1)
     assert not [line for line in lines if "No new model" in line]

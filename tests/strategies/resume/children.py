@@ -24,7 +24,14 @@ from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.settings import Reporting, Server
 from tests.models import near
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import Client, FakeGrid, reply, tensors_of
+from tests.strategies.fakes import (
+    Client,
+    grid_of,
+    model_in,
+    reply,
+    round_of,
+    tensors_of,
+)
 
 ROUNDS, CLIENTS, NODES = 3, 4, 2
 METRICS = (
@@ -70,7 +77,7 @@ def child(
             os._exit(1)
         os._exit(0)
     os.close(writing)
-    marks: dict[str, float] = {}
+    marks = {}
     with os.fdopen(reading) as lines:
         for line in lines:
             marks[line.strip()] = time.monotonic() - started
@@ -84,8 +91,8 @@ def client(index: int) -> Client:
     """Return a client whose answer follows from what it is sent."""
 
     def train(message: Message) -> Message:
-        received = tensors_of(message.content.array_records["arrays"])
-        number: Any = message.content.config_records["config"]["server-round"]
+        received = model_in(message)
+        number = round_of(message)
         update = near(received, 0.01 * (1 + index), 10 * number + index)
         metrics = {"train_loss": 0.5 / (number + index), "norm_bit": index % 2}
         return reply(message, update, 10 + 3 * index, index, **metrics)
@@ -129,7 +136,7 @@ def play(folder: Path, mark: Mark) -> None:
             eta=0.01,
             reporting=Reporting(rows=folder / "rows.jsonl"),
         ),
-        FakeGrid({100 + i: client(i) for i in range(CLIENTS)}),
+        grid_of(map(client, range(CLIENTS))),
         ArrayRecord(state()),
         ROUNDS,
         evaluate_fn=evaluate,

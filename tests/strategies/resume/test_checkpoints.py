@@ -49,7 +49,7 @@ def same(one: ArrayRecord, other: ArrayRecord) -> bool:
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 NUMBERS = ["float16", "float32", "float64", "bool", *INTEGERS]
 BYTES = np.arange(48, dtype=np.uint8)
-ARRAYS: dict[str, ArrayRecord] = {
+ARRAYS = {
     **{
         name: ArrayRecord({"a": Array(BYTES.astype(name).reshape(6, 8))})
         for name in NUMBERS
@@ -113,7 +113,7 @@ def test_the_page_about_checkpoints_loads_the_newest_model(
             folder, number, to_arrays({**tensors, "tied": tensors["classifier.weight"]})
         )
     monkeypatch.chdir(tmp_path)
-    found: dict[str, torch.Tensor] = {}
+    found = {}
     model = SimpleNamespace(load_state_dict=found.update)
     exec(compile(block, "checkpoints.md", "exec"), {"model": model})
     assert torch.equal(found.pop("tied"), tensors["classifier.weight"])
@@ -151,7 +151,7 @@ def test_metrics_come_back_bit_for_bit(tmp_path: Path) -> None:
         for number in (1, 2):
             checkpoints.save(number, result, run_state())
     found = Checkpointing(tmp_path).newest().result
-    metrics: Any = found.train_metrics_clientapp[1]
+    metrics = found.train_metrics_clientapp[1]
     assert [struct.pack(">d", x) for x in metrics.pop("all")] == [
         struct.pack(">d", x) for x in floats
     ]
@@ -184,7 +184,8 @@ def test_the_metrics_of_a_round_are_written_once_and_only_added(tmp_path: Path) 
 
 # Values
 
-VALUES: list[Any] = [
+SQUARE = np.arange(12.0).reshape(3, 4)
+VALUES = [
     None,
     True,
     -(2**70),
@@ -201,54 +202,41 @@ VALUES: list[Any] = [
     ConfigRecord({"a": [True, False], "b": b"\x01", "c": "s"}),
     MetricRecord({"a": 1}),
 ]
+MANY = [
+    SQUARE,
+    SQUARE.T,
+    SQUARE[::2, ::-1],
+    np.array(7.0),
+    np.zeros((0, 2)),
+    SQUARE > 3,
+    SQUARE.astype("f2"),
+]
+for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool):
+    MANY += [torch.arange(6).reshape(2, 3).to(dtype).T, torch.ones((), dtype=dtype)]
+
+
+def come_back(value: Any) -> Any:
+    arrays = {}
+    coded = json.dumps(encode({"x": [value]}, "it", arrays), allow_nan=False)
+    (result,) = decode(json.loads(coded), arrays)["x"]
+    assert type(result) is type(value)
+    return result
 
 
 @pytest.mark.parametrize("value", VALUES)
 def test_values_come_back(value: Any) -> None:
-    arrays: dict[str, np.ndarray] = {}
-    found = decode(
-        json.loads(json.dumps(encode(value, "it", arrays), allow_nan=False)), arrays
-    )
-    assert found == value
-    assert type(found) is type(value)
+    assert come_back(value) == value
 
 
-SQUARE = np.arange(12.0).reshape(3, 4)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        SQUARE,
-        SQUARE.T,
-        SQUARE[::2, ::-1],
-        np.array(7.0),
-        np.zeros((0, 2)),
-        SQUARE > 3,
-        SQUARE.astype("f2"),
-    ],
-    ids=lambda a: f"{a.dtype} {a.shape}",
-)
-def test_numpy_arrays_come_back(value: np.ndarray) -> None:
-    arrays: dict[str, np.ndarray] = {}
-    found = decode(encode({"x": [value]}, "it", arrays), arrays)["x"][0]
-    np.testing.assert_array_equal(found, value, strict=True)
-    assert found.dtype == value.dtype
-    assert found.flags.writeable
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool]
-)
-def test_tensors_come_back(dtype: torch.dtype) -> None:
-    for value in (
-        torch.arange(6).reshape(2, 3).to(dtype).T,
-        torch.ones((), dtype=dtype),
-    ):
-        arrays: dict[str, np.ndarray] = {}
-        found = decode(encode(value, "it", arrays), arrays)
-        assert (found.dtype, found.shape) == (value.dtype, value.shape)
-        assert torch.equal(found.float(), value.float())
+@pytest.mark.parametrize("value", MANY, ids=lambda a: f"{a.dtype} {tuple(a.shape)}")
+def test_arrays_and_tensors_come_back(value: Any) -> None:
+    result = come_back(value)
+    assert (result.dtype, result.shape) == (value.dtype, value.shape)
+    if isinstance(value, torch.Tensor):
+        assert torch.equal(result.float(), value.float())
+    else:
+        np.testing.assert_array_equal(result, value, strict=True)
+        assert result.flags.writeable
 
 
 @pytest.mark.parametrize(
@@ -314,7 +302,7 @@ def _linked(path: Path) -> None:
 
 LAST = "round-000003"
 #: What is done to which file, and the newest round that is left.
-DAMAGES: list[tuple[Callable[[Path], None], str, int]] = [
+DAMAGES = [
     *(
         (damage, f"{LAST}/{name}", 2)
         for damage in (
@@ -502,10 +490,6 @@ def full_after(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, before)
 
 
-def _large(number: int) -> ArrayRecord:
-    return ArrayRecord({"weight": torch.full((100, 100), float(number))})
-
-
 @pytest.mark.parametrize("folder", ["file/run", "/proc/run", "/proc/self"])
 def test_a_folder_that_cannot_be_written_to_is_an_error_at_the_start(
     tmp_path: Path, folder: str
@@ -543,81 +527,66 @@ def test_a_folder_that_cannot_be_read_is_an_error(
         Checkpointing(tmp_path).newest()
 
 
-def test_a_full_disk_ends_the_run_and_leaves_the_others_whole(tmp_path: Path) -> None:
-    save(tmp_path, 1, _large(1))
-    with (
-        full_after(20_000),
-        pytest.raises(FedrotError, match="round 2 cannot be written"),
-    ):
-        save(tmp_path, 2, _large(2))
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        ".lock",
-        LINES,
-        "round-000001",
-    ]
+@pytest.mark.parametrize("operation", ["", "mkdir", "fsync", "replace"])
+def test_a_write_that_fails_ends_the_run_and_leaves_the_others_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    """An operation of the file system fails, or the disk is full."""
+    save(tmp_path, 1)
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Checkpointing(tmp_path).writing(), monkeypatch.context() as patch:
+        if operation:
+            patch.setattr(os, operation, fails)
+        word = "No space left" if operation else "round 2 cannot be written"
+        with full_after(5_000), pytest.raises(FedrotError, match=word):
+            Checkpointing(tmp_path).save(2, result_of(2), run_state())
+    names = [".lock", LINES, "round-000001"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
     assert round_of(Checkpointing(tmp_path).newest()) == 1
-    save(tmp_path, 2, _large(2))
+    save(tmp_path, 2)
     assert round_of(Checkpointing(tmp_path).newest()) == 2
 
 
-@pytest.mark.parametrize("operation", ["mkdir", "fsync", "replace"])
-def test_an_error_of_the_file_system_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
-) -> None:
-    save(tmp_path, 1)
-    with Checkpointing(tmp_path).writing():
-
-        def fails(*args: Any, **kwargs: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(os, operation, fails)
-        with pytest.raises(FedrotError, match="No space left on device"):
-            Checkpointing(tmp_path).save(2, result_of(2), run_state())
-    monkeypatch.undo()
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        ".lock",
-        LINES,
-        "round-000001",
-    ]
-    assert round_of(Checkpointing(tmp_path).newest()) == 1
-
-
 @pytest.fixture
-def operations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[str, str]]:
+def operations(tmp_path: Path, monkeypatch: Any) -> list[tuple[str, str]]:
     """Return what is done to files below the folder of a checkpoint, in order: (what,
     path).
     """
-    found: list[tuple[str, str]] = []
-    fsync, rename, replace = os.fsync, os.rename, os.replace
+    done = []
+    fsync = os.fsync
 
-    def noted(what: str, path: Any) -> None:
+    def note(what: str, path: Any) -> None:
         path = Path(path)
-        if path.is_relative_to(tmp_path):
-            found.append((what, str(path.relative_to(tmp_path))))
+        if path.is_relative_to(tmp_path) and (what != "remove" or path.exists()):
+            done.append((what, str(path.relative_to(tmp_path))))
 
     def noted_fsync(descriptor: int) -> None:
-        noted("sync", os.readlink(f"/proc/self/fd/{descriptor}"))
+        note("sync", os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    def noted_move(move: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-        def moved(source: Any, target: Any) -> None:
-            noted("write", target)
-            move(source, target)
+    def noted(what: str, operation: Callable[..., Any], place: int) -> Any:
+        def call(*paths: Any, **kwargs: Any) -> None:
+            note(what, paths[place])
+            operation(*paths, **kwargs)
 
-        return moved
+        return call
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "rename", noted_move(rename))
-    monkeypatch.setattr(os, "replace", noted_move(replace))
-    return found
+    monkeypatch.setattr(os, "rename", noted("write", os.rename, 1))
+    monkeypatch.setattr(os, "replace", noted("write", os.replace, 1))
+    monkeypatch.setattr(shutil, "rmtree", noted("remove", shutil.rmtree, 0))
+    return done
 
 
-def test_every_file_is_on_disk_before_its_checkpoint_has_a_name(
+def test_a_checkpoint_is_on_disk_before_it_has_a_name_and_that_before_older_ones_go(
     tmp_path: Path, operations: list[tuple[str, str]]
 ) -> None:
-    folder = save(tmp_path / "run", 7)
+    save(tmp_path / "run", 6, keep=1)
+    operations.clear()
+    folder = save(tmp_path / "run", 7, keep=1)
     named = operations.index(("write", "run/round-000007"))
     before = [path for what, path in operations[:named] if what == "sync"]
     (unfinished,) = {Path(path).parent for path in before if path.endswith(FILES[0])}
@@ -626,21 +595,5 @@ def test_every_file_is_on_disk_before_its_checkpoint_has_a_name(
     assert {*before} == {f"run/{LINES}", *files, str(unfinished)}
     assert before[-1] == str(unfinished)
     assert unfinished.parent == Path("run")
-
-
-def test_the_name_of_a_checkpoint_is_on_disk_before_older_ones_go(
-    tmp_path: Path, operations: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path / "run", 6, keep=1)
-    operations.clear()
-    remove = shutil.rmtree
-
-    def noted(path: Any, *args: Any, **kwargs: Any) -> None:
-        if Path(path).exists():
-            operations.append(("remove", str(Path(path).relative_to(tmp_path))))
-        remove(path, *args, **kwargs)
-
-    monkeypatch.setattr(shutil, "rmtree", noted)
-    save(tmp_path / "run", 7, keep=1)
-    named = operations.index(("write", "run/round-000007"))
-    assert operations[named + 1 :] == [("sync", "run"), ("remove", "run/round-000006")]
+    after = [("sync", "run"), ("remove", "run/round-000006")]
+    assert operations[named + 1 :] == after

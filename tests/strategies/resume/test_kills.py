@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fedrot.strategies.resume.checkpoints import Checkpointing
-from tests.strategies.resume.children import ROUNDS, Ended, Mark, child, play
+from tests.strategies.resume.children import ROUNDS, Mark, child, play
 from tests.strategies.resume.folders import result_of, round_of, run_state, save
 
 
@@ -30,61 +30,42 @@ def undisturbed(
     return (folder / "end").read_text(), ended.marks
 
 
-def killed(folder: Path, *kill: Any) -> Ended:
-    """Play a run until it is killed."""
-    folder.mkdir(exist_ok=True)
-    ended = child(partial(play, folder), *kill)
-    assert ended.code == -signal.SIGKILL
-    return ended
+DRAWN = random.Random(20)
+#: Kills of one run, one after the other: a mark, another one that it never goes beyond,
+#: and the share of the time between them after which it dies.
+KILLS = [
+    [("aggregate 1", "aggregated 1", 0.3)],
+    [("aggregate 2", "aggregated 2", 0.7)],
+    [("write 1", "written 1", 0.0)],
+    [("write 2", "written 2", 0.5)],
+    # Once in every round.
+    [
+        (f"aggregate {number}", f"aggregate {number + 1}", DRAWN.random())
+        for number in range(1, ROUNDS)
+    ],
+    *(
+        pytest.param([("start", "finish", DRAWN.random())], marks=pytest.mark.long)
+        for _ in range(12)
+    ),
+]
 
 
-def finish(folder: Path, expected: str) -> None:
-    """Resume a run until it ends, and compare with one that was not killed."""
-    assert child(partial(play, folder)).code == 0
-    assert (folder / "end").read_text() == expected
+@pytest.mark.parametrize("kills", KILLS)
+def test_a_killed_run_ends_as_one_that_nobody_kills(
+    tmp_path: Path, undisturbed: Any, kills: list[tuple[str, str, float]]
+) -> None:
+    expected, times = undisturbed
+    playing = partial(play, tmp_path)
+    for begin, end, share in kills:
+        ended = child(playing, begin, share * (times[end] - times[begin]), end)
+        assert ended.code == -signal.SIGKILL
+    assert child(playing).code == 0
+    assert (tmp_path / "end").read_text() == expected
     # Killed between the last checkpoint and the removal of the oldest, a run has
     # nothing left to save.
     last = [ROUNDS - 2, ROUNDS - 1, ROUNDS]
-    assert Checkpointing(folder / "checkpoints").rounds() in (last, last[1:])
-    assert len(list((folder / "checkpoints").glob(".round*"))) == 0
-
-
-@pytest.mark.long
-def test_kills_at_random_moments(tmp_path: Path, undisturbed: Any) -> None:
-    expected, times = undisturbed
-    drawn = random.Random(20)
-    for index in range(12):
-        folder = tmp_path / str(index)
-        killed(folder, "start", drawn.random() * times["finish"], "finish")
-        finish(folder, expected)
-
-
-@pytest.mark.parametrize(
-    ("begin", "end", "share"),
-    [
-        ("aggregate 1", "aggregated 1", 0.3),
-        ("aggregate 2", "aggregated 2", 0.7),
-        ("write 1", "written 1", 0.0),
-        ("write 2", "written 2", 0.5),
-    ],
-)
-def test_kills_inside_a_round(
-    tmp_path: Path, undisturbed: Any, begin: str, end: str, share: float
-) -> None:
-    expected, times = undisturbed
-    killed(tmp_path, begin, share * (times[end] - times[begin]), end)
-    finish(tmp_path, expected)
-
-
-def test_a_run_that_is_killed_over_and_over(tmp_path: Path, undisturbed: Any) -> None:
-    """Once in every round, at a moment drawn from the time that one takes."""
-    expected, times = undisturbed
-    drawn, one_round = random.Random(21), times["finish"] / ROUNDS
-    for number in range(1, ROUNDS):
-        # No kill comes so late that the next round would be over.
-        until = f"aggregate {number + 1}"
-        killed(tmp_path, f"aggregate {number}", drawn.random() * one_round, until)
-    finish(tmp_path, expected)
+    assert Checkpointing(tmp_path / "checkpoints").rounds() in (last, last[1:])
+    assert not [*(tmp_path / "checkpoints").glob(".round*")]
 
 
 def die(folder: Path, at: int, mark: Mark) -> None:
@@ -104,7 +85,8 @@ def die(folder: Path, at: int, mark: Mark) -> None:
 
         return call
 
-    checkpoints, state = Checkpointing(folder, keep=1), run_state()
+    checkpoints = Checkpointing(folder, keep=1)
+    state = run_state()
     with checkpoints.writing():
         for name in ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir"):
             setattr(os, name, counted(getattr(os, name)))

@@ -1,10 +1,7 @@
-"""Resumed runs: the same calls as in Flower's loop, and the same end after a stop or a
-kill.
-"""
+"""Resumed runs: the calls of Flower's loop, and the same end after every stop."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -39,41 +36,45 @@ from flwr.serverapp.strategy import (
 )
 
 from fedrot.errors import FedrotError
+from fedrot.lora import AdapterOptions
 from fedrot.options import AlignmentOptions
-from fedrot.strategies import Aligned, FedRot
+from fedrot.simulations.run_folder import read_rows
+from fedrot.strategies import Aligned, FedRot, FedRotLoRA
 from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.run import run
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.resume.values import decode
 from fedrot.strategies.round.guard import Guard
-from fedrot.strategies.settings import Reporting as Files
+from fedrot.strategies.settings import Reporting
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import Client, FakeGrid, failure, reply, tensors_of
+from tests.strategies.fakes import (
+    Client,
+    FakeGrid,
+    failure,
+    grid_of,
+    in_front_of,
+    round_of,
+)
 from tests.strategies.resume.children import CLIENTS, client, ending
 from tests.strategies.resume.children import evaluate as evaluated
+from tests.strategies.test_lora import CONFIG as LORA
+from tests.strategies.test_lora import adapter, floats
 
 ROUNDS = 3
-COMMON: dict[str, Any] = {"fraction_train": 0.5, "fraction_evaluate": 0.5}
-NOISE: dict[str, Any] = {"noise_multiplier": 0.1, "num_sampled_clients": 2}
+COMMON = {"fraction_train": 0.5, "fraction_evaluate": 0.5}
+NOISE = {"noise_multiplier": 0.1, "num_sampled_clients": 2}
 SMALL = {"weight": torch.linspace(-1, 1, 12).reshape(3, 4), "bias": torch.zeros(3)}
-
-
-class AlignedAdam(Aligned, FedAdam):
-    """Alignment in front of a strategy with state."""
-
-
-class AlignedPrivacy(Aligned, AdaptiveClipping):
-    """Alignment in front of a wrapper with state."""
+GLOBAL = AlignmentOptions(anchor="global")
 
 
 def _private(
-    wrapper: Callable[..., Strategy], inside: type[FedAvg] = FedAvg, **more: Any
+    wrapper: Any, inside: type[FedAvg] = FedAvg, *first: Any, **more: Any
 ) -> Strategy:
-    return wrapper(inside(**COMMON), **NOISE, **more)
+    return wrapper(*first, inside(**COMMON), **NOISE, **more)
 
 
 #: Builders of strategies, anew for every run.
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
+STRATEGIES = {
     "FedAvg": lambda: FedAvg(**COMMON),
     "FedAvgM": lambda: FedAvgM(**COMMON, server_learning_rate=0.7, server_momentum=0.9),
     "FedAdam": lambda: FedAdam(**COMMON, eta=0.01),
@@ -88,24 +89,26 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     ),
     "adaptive clipping at clients": lambda: _private(ClippingAtClients, FedAdam),
     "FedRot": lambda: FedRot(SYMMETRY, **COMMON),
-    "aligned FedAdam": lambda: AlignedAdam(SYMMETRY, **COMMON, eta=0.01),
-    "aligned privacy": lambda: AlignedPrivacy(
-        SYMMETRY, FedAvg(**COMMON), **NOISE, alignment=AlignmentOptions(anchor="global")
+    "aligned FedAdam": lambda: in_front_of(FedAdam)(SYMMETRY, **COMMON, eta=0.01),
+    "aligned privacy": lambda: _private(
+        in_front_of(AdaptiveClipping), FedAvg, SYMMETRY, alignment=GLOBAL
     ),
 }
 
 
-def grid(fails_until: int = 0) -> FakeGrid:
-    """Return the clients, which fail up to a round."""
+def grid(fails: Callable[[int, int], bool] = lambda number, index: False) -> FakeGrid:
+    """Return the clients, which fail in the rounds that a function of round and client
+    names.
+    """
 
     def client_of(index: int) -> Client:
         def answer(message: Message) -> Message | None:
-            number: Any = message.content.config_records["config"]["server-round"]
-            return failure(message) if number <= fails_until else client(index)(message)
+            number = round_of(message)
+            return (failure if fails(number, index) else client(index))(message)
 
         return answer
 
-    return FakeGrid({100 + index: client_of(index) for index in range(CLIENTS)})
+    return grid_of(map(client_of, range(CLIENTS)))
 
 
 def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -113,41 +116,23 @@ def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord | None:
     return evaluated(number, arrays) if number != 2 else None
 
 
-def seeded(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def play(
     strategy: Strategy,
-    tensors: dict[str, torch.Tensor] | None = None,
+    folder: Path | None = None,
     rounds: int = ROUNDS,
+    tensors: dict[str, torch.Tensor] = SMALL,
     seed: int = 0,
-    checkpoints: Checkpointing | None = None,
+    clients: FakeGrid | None = None,
     **settings: Any,
 ) -> Result:
-    """CheckpointedRun a strategy on the deterministic clients."""
-    seeded(seed)
-    arrays = ArrayRecord(SMALL if tensors is None else tensors)
-    given = {"evaluate_fn": evaluate, **settings}
-    if checkpoints is None:
-        return strategy.start(grid(), arrays, num_rounds=rounds, **given)
-    return run(strategy, grid(), arrays, rounds, checkpoints=checkpoints, **given)
-
-
-def resumable(
-    strategy: Strategy, checkpoints: Checkpointing, *args: Any, **settings: Any
-) -> Result:
-    """CheckpointedRun a strategy with checkpoints, with the arguments of its own
-    ``start``.
-    """
-    return run(strategy, *args, checkpoints=checkpoints, **settings)
-
-
-def both(folder: Path) -> dict[str, Any]:
-    """Return the argument to resume from a folder, and to write to it."""
-    return {"checkpoints": Checkpointing(folder)}
+    """Run a strategy on the deterministic clients, with checkpoints if in a folder."""
+    for seeded in (random.seed, np.random.seed, torch.manual_seed):
+        seeded(seed)
+    start = strategy.start
+    if folder:
+        start = partial(run, strategy, checkpoints=Checkpointing(folder))
+    settings = {"evaluate_fn": evaluate, **settings}
+    return start(clients or grid(), ArrayRecord(tensors), rounds, **settings)
 
 
 # The loop
@@ -156,26 +141,19 @@ def both(folder: Path) -> dict[str, Any]:
 class Recorded(FedAvg):
     """FedAvg that writes down how it is called, and what it is given."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
+    def __init__(self) -> None:
+        super().__init__(**COMMON)
         self.calls: list[tuple[Any, ...]] = []
 
-    def _asked(
-        self,
-        hook: str,
-        number: int,
-        arrays: ArrayRecord,
-        config: ConfigRecord,
-        grid: Any,
-    ) -> Any:
+    def _asked(self, hook: str, number: int, *given: Any) -> Any:
+        arrays, config, _ = given
         self.calls.append((hook, number, arrays.object_id, dict(config)))
-        return getattr(super(), hook)(number, arrays, config, grid)
+        return getattr(super(), hook)(number, *given)
 
     def _answered(self, hook: str, number: int, replies: Iterable[Message]) -> Any:
         replies = list(replies)
-        self.calls.append(
-            (hook, number, [reply.metadata.src_node_id for reply in replies])
-        )
+        nodes = [reply.metadata.src_node_id for reply in replies]
+        self.calls.append((hook, number, nodes))
         return getattr(super(), hook)(number, replies)
 
     def summary(self) -> None:
@@ -185,15 +163,20 @@ class Recorded(FedAvg):
         return self._asked("configure_train", *given)
 
     def aggregate_train(self, *given: Any) -> Any:
-        found = self._answered("aggregate_train", *given)
-        return found if given[0] != 2 else (None, None)
+        result = self._answered("aggregate_train", *given)
+        return result if given[0] != 2 else (None, None)
 
     def configure_evaluate(self, *given: Any) -> Iterable[Message]:
         return self._asked("configure_evaluate", *given)
 
     def aggregate_evaluate(self, *given: Any) -> Any:
-        found = self._answered("aggregate_evaluate", *given)
-        return found if given[0] != 3 else None
+        result = self._answered("aggregate_evaluate", *given)
+        return result if given[0] != 3 else None
+
+    def evaluation(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """Stand in for the function that evaluates at the server."""
+        self.calls.append(("evaluation", number, arrays.object_id))
+        return evaluate(number, arrays)
 
 
 class TimedGrid(FakeGrid):
@@ -206,200 +189,125 @@ class TimedGrid(FakeGrid):
         return super().send_and_receive(messages, timeout=timeout)
 
 
+#: What only one of the two loops says, or says with an address in memory.
+OTHER_LINES = ("finished in", "heckpoint", "ConfigRecord (")
+
+
 @pytest.mark.parametrize(
     ("settings", "evaluated"),
     [({}, True), ({"train_config": {"lr": 0.1}, "evaluate_config": {"b": 1}}, False)],
 )
 def test_the_loop_is_flowers(
-    caplog: pytest.LogCaptureFixture,
-    warnings: Any,
-    tmp_path: Path,
-    settings: dict[str, Any],
-    evaluated: bool,
+    caplog: Any, warnings: Any, tmp_path: Path, settings: Any, evaluated: bool
 ) -> None:
     caplog.set_level("INFO", "flwr")
-    ends, calls, evaluations, timeouts, logs = [], [], [], [], []
-    for ours in (True, False):
-        seeded(0)
-        strategy, clients = Recorded(**COMMON), TimedGrid(grid().nodes)
-        seen: list[tuple[int, str]] = []
-
-        def evaluation(
-            number: int, arrays: ArrayRecord, seen: Any = seen
-        ) -> MetricRecord | None:
-            seen.append((number, arrays.object_id))
-            return evaluate(number, arrays)
-
-        start: Any = strategy.start
-        if ours:
-            start = partial(resumable, strategy, Checkpointing(tmp_path))
+    runs = []
+    for folder in (tmp_path, None):
+        strategy = Recorded()
+        clients = TimedGrid(grid().nodes)
         configs = {name: ConfigRecord(config) for name, config in settings.items()}
-        given: Any = {"evaluate_fn": evaluation} if evaluated else {}
+        more = {**configs, "evaluate_fn": strategy.evaluation if evaluated else None}
         caplog.clear()
-        result = start(clients, ArrayRecord(SMALL), ROUNDS, 12.5, **configs, **given)
-        logs.append(
-            [
-                r.getMessage()
-                for r in caplog.records
-                if "finished in" not in r.getMessage()
-                and "heckpoint" not in r.getMessage()
-            ]
-        )
-        ends.append(
-            (ending(result), {name: dict(config) for name, config in configs.items()})
-        )
-        calls.append(strategy.calls)
-        evaluations.append(seen)
-        timeouts.append(clients.timeouts)
-    assert ends[0] == ends[1]
-    assert calls[0] == calls[1]
-    assert evaluations[0] == evaluations[1]
-    assert len(evaluations[0]) == (ROUNDS + 1 if evaluated else 0)
-    assert timeouts == [(12.5,) * 2 * ROUNDS] * 2
-    assert [line for line in logs[0] if "ConfigRecord (" not in line] == [
-        line for line in logs[1] if "ConfigRecord (" not in line
-    ]
+        result = play(strategy, folder, clients=clients, timeout=12.5, **more)
+        said = [record.getMessage() for record in caplog.records]
+        lines = [line for line in said if not any(o in line for o in OTHER_LINES)]
+        assert clients.timeouts == (12.5,) * 2 * ROUNDS
+        runs.append((ending(result), strategy.calls, configs, lines))
+    assert runs[0] == runs[1]
+    assert len(runs[0][1]) == 1 + 4 * ROUNDS + (ROUNDS + 1) * evaluated
 
 
 # Resuming
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+class Calibrated(FedAvg):
+    """Keeps what it found in round 1, and tells it in every round."""
+
+    scale = 0.0
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+        if server_round == 1:
+            self.scale = 0.5
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        return arrays, MetricRecord({**(metrics or {}), "scale": self.scale})
+
+
+#: Strategies, and how they are run.
+SCENARIOS = {
+    **{name: (build, {}) for name, build in STRATEGIES.items()},
+    "not evaluated at the server": (STRATEGIES["FedAdam"], {"evaluate_fn": None}),
+    "two failed rounds": (FedAvg, {"clients": grid(lambda number, _: number < 3)}),
+    "changed once": (Calibrated, {}),
+    **{
+        str(options): (
+            lambda options=options: FedRotLoRA(LORA, options, **COMMON),
+            {"tensors": floats(adapter(9))},
+        )
+        for options in (AdapterOptions("mean"), AdapterOptions("exact", "previous"))
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, name: str) -> None:
     """One folder, one round a process: what was restored is saved again."""
-    build = STRATEGIES[name]
-    tensors = state() if isinstance(build(), Aligned) else SMALL
-    expected = ending(play(build(), tensors))
+    build, settings = SCENARIOS[name]
+    settings = {"tensors": SMALL, **settings}
+    if isinstance(build(), Aligned):
+        settings["tensors"] = state()
+    expected = ending(play(build(), **settings))
+    tensors = settings.pop("tensors")
     for done in range(ROUNDS + 1):
         rounds = min(done + 1, ROUNDS)
-        result = play(build(), tensors, rounds=rounds, seed=99 * done, **both(tmp_path))
-        tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        start = {key: tensor * (done == 0) for key, tensor in tensors.items()}
+        result = play(build(), tmp_path, rounds, start, 99 * done, **settings)
+        newest = Checkpointing(tmp_path).newest()
+        assert (newest.round, newest.result.arrays) == (rounds, result.arrays)
     assert ending(result) == expected
-
-
-def test_what_changed_once_is_in_the_checkpoints_of_every_later_run(
-    tmp_path: Path,
-) -> None:
-    class Calibrated(FedAvg):
-        """Keeps what it found in round 1."""
-
-        scale = 0.0
-
-        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-            if server_round == 1:
-                self.scale = 0.5
-            return super().aggregate_train(server_round, replies)
-
-    for rounds in (1, 2, 3):
-        strategy = Calibrated()
-        play(strategy, rounds=rounds, **both(tmp_path))
-        assert strategy.scale == 0.5
+    assert Checkpointing(tmp_path).rounds() == [1, 2, 3]
 
 
 def test_a_resumed_run_asks_nobody_in_the_rounds_that_are_finished(
     tmp_path: Path, warnings: Any
 ) -> None:
-    whole = Recorded(**COMMON)
-    expected = ending(play(whole))
-    play(Recorded(**COMMON), rounds=2, **both(tmp_path))
+    whole = Recorded()
+    expected = ending(play(whole, evaluate_fn=whole.evaluation))
+    first = Recorded()
+    play(first, tmp_path, 2, evaluate_fn=first.evaluation)
     for rounds, after in ((ROUNDS, 2), (ROUNDS, ROUNDS), (1, ROUNDS)):
-        rest, clients, seen = Recorded(**COMMON), grid(), list[int]()
-
-        def evaluation(
-            number: int, arrays: ArrayRecord, seen: Any = seen
-        ) -> MetricRecord | None:
-            seen.append(number)
-            return evaluate(number, arrays)
-
-        found = run(
-            rest,
-            clients,
-            ArrayRecord(SMALL),
-            rounds,
-            evaluate_fn=evaluation,
-            checkpoints=Checkpointing(tmp_path),
+        rest = Recorded()
+        clients = grid()
+        result = play(
+            rest, tmp_path, rounds, clients=clients, evaluate_fn=rest.evaluation
         )
-        assert ending(found) == expected
+        assert ending(result) == expected
         # Those before are in the checkpoint: the list is state of this strategy.
         assert [call for call in rest.calls if len(call) > 1] == whole.calls[1:]
-        assert rest.calls[-1 if after == ROUNDS else 9] == ("summary",)
-        assert seen == [*range(after + 1, ROUNDS + 1)]
-        assert [len(n) for n in clients.asked][2 * after :] == [2] * 2 * (
-            ROUNDS - after
-        )
-        assert not any(clients.asked[: 2 * after])
-        assert (
-            f"holds round {ROUNDS}, and num_rounds is 1: no round" in warnings()
-        ) == (rounds == 1)
-
-
-def test_a_run_that_is_not_evaluated_at_the_server_ends_with_the_same_bits(
-    tmp_path: Path,
-) -> None:
-    """Its rounds end with the clients' evaluation, and are saved then."""
-    expected = ending(play(FedAdam(**COMMON), evaluate_fn=None))
-    for rounds in range(1, ROUNDS + 1):
-        result = play(
-            FedAdam(**COMMON),
-            rounds=rounds,
-            seed=rounds - 1,
-            evaluate_fn=None,
-            **both(tmp_path),
-        )
-    assert ending(result) == expected
-    assert Checkpointing(tmp_path).rounds() == [1, 2, 3]
-
-
-def test_a_failed_round_is_kept_too(tmp_path: Path) -> None:
-    seeded(0)
-    expected = ending(FedAvg().start(grid(2), ArrayRecord(SMALL), 3))
-    seeded(0)
-    for rounds in (1, 2, 3):
-        found = run(
-            FedAvg(),
-            grid(2),
-            ArrayRecord(SMALL),
-            rounds,
-            checkpoints=Checkpointing(tmp_path),
-        )
-        assert (found.arrays == ArrayRecord(SMALL)) == (rounds < 3)
-        assert Checkpointing(tmp_path).newest().result.arrays == found.arrays
-    assert ending(found) == expected
+        assert rest.calls[-1 if after == ROUNDS else 12] == ("summary",)
+        asked = [len(nodes) for nodes in clients.asked]
+        assert asked == [0] * 2 * after + [2] * 2 * (ROUNDS - after)
+        told = f"holds round {ROUNDS}, and num_rounds is 1"
+        assert (told in warnings()) == (rounds == 1)
 
 
 def test_clients_keep_their_names_when_a_run_goes_on_and_lose_them_in_a_new_one(
     tmp_path: Path,
 ) -> None:
     rows = tmp_path / "rows.jsonl"
+    settings = {"fraction_evaluate": 0.0, "reporting": Reporting(rows=rows)}
 
-    def failed(fails_in: int, rounds: int, strategy: FedRot | None = None) -> list[int]:
-        def client_of(index: int) -> Client:
-            def answer(message: Message) -> Message:
-                number: Any = message.content.config_records["config"]["server-round"]
-                sent = tensors_of(message.content.array_records["arrays"])
-                fails = number == fails_in and index != 1
-                return failure(message) if fails else reply(message, sent, 10, index)
+    def failed(strategy: FedRot, fails_in: int, rounds: int) -> list[int]:
+        clients = grid(lambda number, index: number == fails_in and index != 1)
+        strategy.start(clients, ArrayRecord(state()), rounds)
+        return sorted({row["client"] for row in read_rows(rows) if "failed" in row})
 
-            return answer
-
-        nodes = FakeGrid({100 + index: client_of(index) for index in range(3)})
-        (strategy or aligned()).start(nodes, ArrayRecord(state()), num_rounds=rounds)
-        written = map(json.loads, rows.read_text("utf-8").splitlines())
-        return sorted({row["client"] for row in written if "failed" in row})
-
-    def aligned(**settings: Any) -> FedRot:
-        return FedRot(
-            SYMMETRY, fraction_evaluate=0.0, reporting=Files(rows=rows), **settings
-        )
-
-    for rounds in (1, 2):
-        names = failed(
-            2, rounds, aligned(checkpoints=Checkpointing(tmp_path / "checkpoints"))
-        )
-    assert names == [0, 2]
-    strategy = aligned()
-    assert failed(2, 2, strategy) == [0, 2]
-    assert failed(1, 1, strategy) == [100, 102]
+    for rounds, names in ((1, []), (2, [0, 2, 3])):
+        kept = Checkpointing(tmp_path / "checkpoints")
+        strategy = FedRot(SYMMETRY, **settings, checkpoints=kept)
+        assert failed(strategy, 2, rounds) == names
+    strategy = FedRot(SYMMETRY, **settings)
+    assert failed(strategy, 2, 2) == [0, 2, 3]
+    assert failed(strategy, 1, 1) == [100, 102, 103]
 
 
 class Decaying(FedAvg):
@@ -408,24 +316,18 @@ class Decaying(FedAvg):
     """
 
     def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any
+        self, server_round: int, arrays: ArrayRecord, config: Any, grid: Any
     ) -> Iterable[Message]:
-        rate: Any = config["lr"]
-        config["lr"] = rate / 2
+        config["lr"] /= 2
         return super().configure_train(server_round, arrays, config, grid)
 
 
 def test_what_a_strategy_changes_in_the_configuration_goes_on(tmp_path: Path) -> None:
-    rates = []
-    for rounds, given in ((2, {"lr": 1.0, "batch": 8}), (3, {"lr": 1.0, "batch": 16})):
-        config = ConfigRecord(given)
-        play(Decaying(), rounds=rounds, train_config=config, **both(tmp_path))
-        rates.append(dict(config))
     # What it did not change is the user's.
-    assert rates == [
-        {"lr": 0.25, "batch": 8, "server-round": 2},
-        {"lr": 0.125, "batch": 16, "server-round": 3},
-    ]
+    for rounds, batch, rate in ((2, 8, 0.25), (3, 16, 0.125)):
+        config = ConfigRecord({"lr": 1.0, "batch": batch})
+        play(Decaying(), tmp_path, rounds, train_config=config)
+        assert dict(config) == {"lr": rate, "batch": batch, "server-round": rounds}
 
 
 class Accountant:
@@ -444,32 +346,37 @@ class Accountant:
 class Stateful(FedAvg):
     """State of every kind that checkpoints know, and of some that they do not."""
 
-    def __init__(self, accountant: Accountant, generator: np.random.Generator) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.accountant, self.generator = accountant, generator
+        torch.manual_seed(0)
+        self.accountant = Accountant()
+        self.generator = np.random.default_rng(5)
         self.others = random.Random(5)
         self.torch_generator = torch.Generator().manual_seed(5)
         self.legacy = np.random.RandomState(5)
         self.layer = torch.nn.Linear(2, 2)
         self.nodes: dict[int, list[float]] = {}
         self.best: torch.Tensor | None = None
-        self.rate, self.private, self.scale = 1.0, 0, 0.5
+        self.rate = 1.0
+        self.private = 0
+        self.scale = 0.5
         self.history: list[object] = []
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-        self.accountant.count += 1
-        self.private += 1
-        self.rate *= 0.9
-        drawn = [
+    def drawn(self) -> list[float]:
+        return [
             float(self.generator.normal()),
             self.others.random(),
             float(torch.rand((), generator=self.torch_generator)),
             float(self.legacy.normal()),
         ]
-        self.nodes[server_round] = drawn
-        self.best = torch.tensor(drawn)
-        with torch.no_grad():
-            self.layer.weight.add_(1)
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+        self.accountant.count += 1
+        self.private += 1
+        self.rate *= 0.9
+        self.nodes[server_round] = self.drawn()
+        self.best = torch.tensor(self.nodes[server_round])
+        self.layer.weight.data.add_(1)
         return super().aggregate_train(server_round, replies)
 
     def state(self) -> dict[str, Any]:
@@ -478,49 +385,30 @@ class Stateful(FedAvg):
     def restore(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
 
-    def seen(self) -> Any:
+    def seen(self) -> list[Any]:
         """Return all of it, and what the generators draw next."""
-        return (
-            *(self.accountant.count, self.rate, self.nodes, self.others.random()),
-            *(
-                self.generator.random(),
-                float(torch.rand((), generator=self.torch_generator)),
-            ),
-            *(
-                self.best.tolist() if self.best is not None else (),
-                self.legacy.random(),
-            ),
-            self.layer.weight.tolist(),
-        )
+        assert self.best is not None
+        tensors = [self.best.tolist(), self.layer.weight.tolist()]
+        return [*tensors, self.accountant.count, self.rate, self.nodes, *self.drawn()]
 
 
-def _stateful() -> tuple[Accountant, np.random.Generator, Stateful]:
-    torch.manual_seed(0)
-    accountant, generator = Accountant(), np.random.default_rng(5)
-    return accountant, generator, Stateful(accountant, generator)
-
-
-def test_state_of_every_kind_goes_on(
-    tmp_path: Path, warnings: Callable[[], str]
-) -> None:
-    *_, whole = _stateful()
+def test_state_of_every_kind_goes_on(tmp_path: Path, warnings: Any) -> None:
+    whole = Stateful()
+    second = Stateful()
     play(whole, rounds=4)
-    *_, first = _stateful()
-    play(first, rounds=2, checkpoints=Checkpointing(tmp_path))
-    accountant, generator, second = _stateful()
+    play(Stateful(), tmp_path, 2)
     second.scale = 0.7
-    play(second, rounds=4, checkpoints=Checkpointing(tmp_path))
+    shared = [second.accountant, second.generator]
+    play(second, tmp_path, 4)
     assert second.seen() == whole.seen()
     # Objects with state of their own stay the same objects: others may hold them too.
-    assert second.accountant is accountant
-    assert second.generator is generator
-    assert second.private == 2
-    assert second.scale == 0.7
+    assert [second.accountant, second.generator] == shared
+    assert (second.private, second.scale) == (2, 0.7)
     assert warnings() == ""
 
 
 def test_state_that_cannot_be_saved_is_named_once(
-    tmp_path: Path, warnings: Callable[[], str]
+    tmp_path: Path, warnings: Any
 ) -> None:
     class Odd(FedAvg):
         ours: object = None
@@ -528,73 +416,68 @@ def test_state_that_cannot_be_saved_is_named_once(
         def __init__(self, **settings: Any) -> None:
             super().__init__(**settings)
             self.seen_nodes = Counter[int]()
-            self.server, self.fixed = (
-                SimpleNamespace(momentum=0.0),
-                SimpleNamespace(rate=0.5),
-            )
+            self.server = SimpleNamespace(momentum=0.0)
+            self.fixed = SimpleNamespace(rate=0.5)
 
-        def configure_train(self, server_round: int, *args: Any) -> Iterable[Message]:
+        def configure_train(self, *given: Any) -> Iterable[Message]:
             self.ours = object()
             self.seen_nodes[3] += 1
             self.mixed = {"array": np.zeros(3), "other": object()}
             self.server.momentum = 0.5 * self.server.momentum + 1
-            return super().configure_train(server_round, *args)
+            return super().configure_train(*given)
 
-    strategy = Odd(train_metrics_aggr_fn=lambda records, key: MetricRecord())
-    play(strategy, rounds=2, checkpoints=Checkpointing(tmp_path))
-    seen = ("ours holds a object", "seen_nodes holds a Counter", "mixed holds a object")
-    for attribute in (*seen, "server holds a SimpleNamespace"):
+    play(Odd(train_metrics_aggr_fn=lambda records, key: MetricRecord()), tmp_path, 2)
+    for attribute in (
+        "ours holds a object",
+        "seen_nodes holds a Counter",
+        "mixed holds a object",
+        "server holds a SimpleNamespace",
+    ):
         assert warnings().count(f"strategy.{attribute}") == 1
     assert warnings().count("Not in the checkpoints") == 4
-    assert not [
-        name
-        for name in Checkpointing(tmp_path).newest().state_arrays
-        if "mixed" in name
-    ]
+    arrays = Checkpointing(tmp_path).newest().state_arrays
+    assert not [name for name in arrays if "mixed" in name]
 
 
 # What is refused
 
 
 @pytest.mark.parametrize(
-    ("strategy", "model", "message"),
+    ("before", "strategy", "model", "words"),
     [
         (
             FedAdam,
+            FedAdam,
             {**SMALL, "more": torch.zeros(1)},
-            r"'more' is missing there and \(1,\) in",
+            r"'more' is missing there and \(1,\)",
         ),
         (
+            FedAdam,
             FedAdam,
             {"weight": SMALL["weight"]},
-            r"'bias' is \(3,\) there and missing in",
+            r"'bias' is \(3,\) there and missing",
         ),
         (
             FedAdam,
+            FedAdam,
             {**SMALL, "bias": torch.zeros(4)},
-            r"'bias' is \(3,\) there and \(4,\) in",
+            r"'bias' is \(3,\) there and \(4,\)",
         ),
-        (FedAvg, SMALL, "is of a FedAdam, the strategy is a FedAvg"),
+        (FedAdam, FedAvg, SMALL, "FedAdam, the strategy is a FedAvg"),
+        (
+            lambda: FixedClipping(Stateful(), **NOISE, clipping_norm=1.0),
+            STRATEGIES["fixed clipping"],
+            SMALL,
+            r"'strategy\.strategy\.accountant'",
+        ),
     ],
 )
 def test_another_model_or_strategy_is_refused(
-    tmp_path: Path, strategy: type[FedAvg], model: dict[str, torch.Tensor], message: str
+    tmp_path: Path, before: Any, strategy: Any, model: Any, words: str
 ) -> None:
-    play(FedAdam(), rounds=1, checkpoints=Checkpointing(tmp_path))
-    with pytest.raises(FedrotError, match=message):
-        play(strategy(), model, checkpoints=Checkpointing(tmp_path))
-
-
-def test_another_wrapped_strategy_is_refused(tmp_path: Path) -> None:
-    strategy = FixedClipping(_stateful()[-1], **NOISE, clipping_norm=1.0)
-    play(strategy, rounds=1, checkpoints=Checkpointing(tmp_path))
-    with pytest.raises(
-        FedrotError, match=r"has the state of 'strategy\.strategy\.accountant'"
-    ):
-        play(
-            _private(FixedClipping, clipping_norm=1.0),
-            checkpoints=Checkpointing(tmp_path),
-        )
+    play(before(), tmp_path, 1)
+    with pytest.raises(FedrotError, match=words):
+        play(strategy(), tmp_path, tensors=model)
 
 
 # What a strategy is told, and what of it is state
@@ -609,35 +492,27 @@ class Told(FedAvg):
         self.after = after_round
 
 
-#: The rounds before a run, -1 if it was killed in the first one; and after which round
-#: it goes on.
-AFTER = {
-    "a new run": (0, None),
-    "a resumed run": (2, 2),
-    "a finished run": (ROUNDS, ROUNDS),
-    "a run that was killed in its first round": (-1, 0),
-}
-
-
-@pytest.mark.parametrize("name", AFTER)
+#: The rounds before a run; 0 if it was killed in the first one.
+@pytest.mark.parametrize("before", [None, 0, 2, ROUNDS])
 def test_the_strategy_is_told_after_which_round_it_goes_on(
-    tmp_path: Path, name: str
+    tmp_path: Path, before: int | None
 ) -> None:
-    before, expected = AFTER[name]
-    if before > 0:
-        play(Told(), rounds=before, **both(tmp_path))
-    elif before < 0:
+    if before:
+        play(Told(), tmp_path, before)
+    elif before == 0:
         with Checkpointing(tmp_path).writing():
             pass
     strategy = Told()
-    play(strategy, **both(tmp_path))
-    assert strategy.after == expected
+    play(strategy, tmp_path)
+    assert strategy.after == before
 
 
 def test_strategies_that_know_each_other_are_saved_once() -> None:
-    strategy: Any = FedAvg()
+    strategy = FedAvg()
+    strategy.itself = strategy
     strategy.other = FedAvg()
-    strategy.other.owner, strategy.itself, strategy.other.seen = strategy, strategy, 1
+    strategy.other.owner = strategy
+    strategy.other.seen = 1
     state = RunState(strategy, ConfigRecord(), ConfigRecord())
     strategy.other.seen = 2
     entries = [(where, name) for where, name, *_ in state.encoded({})["entries"]]
@@ -645,33 +520,26 @@ def test_strategies_that_know_each_other_are_saved_once() -> None:
 
 
 def test_a_checkpoint_has_what_outlives_a_round_and_attributes_of_a_subclass(
-    tmp_path: Path, warnings: Callable[[], str]
+    tmp_path: Path, warnings: Any
 ) -> None:
     class Own(FedRot):
         def state(self) -> dict[str, Any]:
-            return {
-                name: value for name, value in super().state().items() if name != "mine"
-            }
+            inherited = super().state()
+            inherited.pop("mine", None)
+            return inherited
 
         def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
-            vars(self).update(mine=[server_round], ours={"seen": server_round})
+            self.mine = [server_round]
+            self.ours = {"seen": server_round}
             return super().aggregate_train(server_round, replies)
 
-    strategy = Own(
-        SYMMETRY,
-        **COMMON,
-        checkpoints=Checkpointing(tmp_path),
-        guard=Guard("norm", False),
-    )
+    kept = Checkpointing(tmp_path)
+    guard = Guard("norm", False)
+    strategy = Own(SYMMETRY, **COMMON, checkpoints=kept, guard=guard)
     strategy.start(grid(), ArrayRecord(state()), 3, evaluate_fn=evaluated)
-    found = Checkpointing(tmp_path).newest()
-    assert {
-        name for where, name, *_ in found.state["entries"] if where == "strategy"
-    } == {*("_clients", "_verdicts", "ours")}
-    (verdicts,) = (
-        coded for _, name, _, coded in found.state["entries"] if name == "_verdicts"
-    )
-    assert decode(verdicts, {}).keys() == {1, 3}, (
-        "those of all rounds would make checkpoints grow"
-    )
+    entries = kept.newest().state["entries"]
+    saved = {name: coded for where, name, _, coded in entries if where == "strategy"}
+    assert saved.keys() == {"_clients", "_verdicts", "ours"}
+    # Those of all rounds would make checkpoints grow.
+    assert decode(saved["_verdicts"], {}).keys() == {1, 3}
     assert warnings() == ""

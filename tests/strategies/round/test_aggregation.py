@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from fedrot.aggregation import Aggregator, Fisher, Mean, RegMean, registry
 from fedrot.collect import statistics as kinds
 from fedrot.collect.statistics import TRAINED
 from fedrot.simulations.run_folder import read_rows
-from fedrot.strategies import Aligned, FedRot, OtherBasis, Reporting, wanted_statistics
+from fedrot.strategies import FedRot, OtherBasis, Reporting, wanted_statistics
 from tests.models import EAGER, State, config_of, near
 from tests.strategies.aggregating import (
     ANCHOR,
@@ -39,8 +39,8 @@ from tests.strategies.aggregating import (
     Client,
     answer,
     apart,
-    ask,
     batches,
+    finished,
     fishers,
     grams,
     headless,
@@ -52,7 +52,16 @@ from tests.strategies.aggregating import (
     scrambled,
 )
 from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, build, state
-from tests.strategies.fakes import FakeGrid, largest_difference, reply, tensors_of
+from tests.strategies.fakes import (
+    broadcast,
+    grid_of,
+    in_front_of,
+    largest_difference,
+    model_in,
+    reply,
+    round_of,
+    tensors_of,
+)
 
 CONFIG = config_of(NAME)
 GLOBAL = fedrot.AlignmentOptions(anchor="global")
@@ -68,20 +77,6 @@ EMBEDDING = "bert.embeddings.word_embeddings.weight"
 
 def bare(clients: Iterable[Client]) -> list[Client]:
     return [replace(client, statistics={}) for client in clients]
-
-
-def finished(
-    strategy: FedAvg, clients: Sequence[Client], number: int = 1, **metrics: Any
-) -> Any:
-    """Play a round that may have no model; each metric is one number for each
-    client.
-    """
-    messages = ask(strategy, state(), len(clients), number)
-    replies = [
-        answer(m, c, i, **{name: values[i] for name, values in metrics.items()})
-        for i, (m, c) in enumerate(zip(messages, clients, strict=True))
-    ]
-    return strategy.aggregate_train(number, replies)
 
 
 # --- what is merged
@@ -106,7 +101,7 @@ def of_conv1d() -> list[Client]:
 
 
 #: Aggregations, and the clients whose updates they merge.
-MERGES: dict[str, tuple[Callable[[], Aggregator], Callable[[], list[Client]]]] = {
+MERGES = {
     "regmean": (RegMean, honest),
     "options of its own": (lambda: RegMean(alpha=0.3, beta=0.1), honest),
     "conv1d": (RegMean, of_conv1d),
@@ -126,7 +121,7 @@ def test_without_alignment_a_round_is_its_aggregation(name: str) -> None:
 
 
 #: Aggregation, its statistics, what is aligned, and what is scrambled.
-FOLLOWING: dict[str, tuple[Any, Any, fedrot.AlignmentOptions, tuple[str, ...]]] = {
+FOLLOWING = {
     "regmean": (RegMean, grams, EAGER, EAGER.parts),
     "fisher": (Fisher, fishers, PERMUTATIONS, PERMUTATIONS.parts),
     "fisher inside of heads": (Fisher, fishers, WITHIN, PERMUTATIONS.parts),
@@ -140,7 +135,8 @@ def test_statistics_follow_the_updates_that_alignment_moves(
 ) -> None:
     """The oracle: align the round, move each client's statistics by hand, merge."""
     aggregation, collect, options, parts = FOLLOWING[name]
-    options, clients = replace(options, anchor=anchor), honest(collect)
+    options = replace(options, anchor=anchor)
+    clients = honest(collect)
     moved = scrambled(clients, collect, parts)
     aligned = fedrot.align_round(
         [(c.update, c.weight) for c in moved], state(), SYMMETRY, options
@@ -233,25 +229,21 @@ class EveryOther(FedRot):
 
 def test_clients_read_round_by_round_what_a_subclass_asks_for() -> None:
     """The configuration of all rounds is one and the same record."""
-    asked: list[list[tuple[str, ...]]] = [[], [], []]
+    asked = [[], [], []]
 
     def client(index: int) -> Callable[[Message], Message]:
         def train(message: Message) -> Message:
             asked[index].append(wanted_statistics(message))
-            own = honest()[index]
-            return answer(
-                message, own if asked[index][-1] else replace(own, statistics={}), index
-            )
+            sent = honest() if asked[index][-1] else bare(honest())
+            return answer(message, sent[index], index)
 
         return train
 
     strategy = EveryOther(
         CONFIG, alignment=None, aggregation=RegMean, fraction_evaluate=0.0
     )
-    grid, config = (
-        FakeGrid({100 + i: client(i) for i in range(3)}),
-        ConfigRecord({"lr": 0.1}),
-    )
+    grid = grid_of(map(client, range(3)))
+    config = ConfigRecord({"lr": 0.1})
     for rounds, expected in ((2, mean(honest())), (3, merged(RegMean(), honest()))):
         result = strategy.start(grid, ArrayRecord(state()), rounds, train_config=config)
         assert apart(result.arrays, expected) <= 1e-6
@@ -260,7 +252,7 @@ def test_clients_read_round_by_round_what_a_subclass_asks_for() -> None:
 
 @pytest.mark.parametrize("aggregation", [None, Mean])
 def test_without_needs_nothing_is_asked_for(aggregation: Any) -> None:
-    messages = ask(FedRot(CONFIG, aggregation=aggregation), state(), 3)
+    messages = broadcast(FedRot(CONFIG, aggregation=aggregation), state())
     assert [list(m.content.config_records["config"]) for m in messages] == [
         ["server-round"]
     ] * 3
@@ -277,10 +269,6 @@ class Inspecting(FedAvg):
         return super().aggregate_train(server_round, given)
 
 
-class AlignedInspecting(Aligned, Inspecting):
-    """The mixin alone, in front of another strategy."""
-
-
 class FedRotInspecting(FedRot, Inspecting):
     """FedRot with its aggregation."""
 
@@ -293,7 +281,7 @@ def test_statistics_never_reach_the_strategy_behind_and_who_uses_none_says_so(
     play(behind, honest())
     assert behind.seen == ({"arrays", "metrics"},)
     assert "not used" not in warnings()
-    strategy = AlignedInspecting(CONFIG, alignment=alignment)
+    strategy = in_front_of(Inspecting)(CONFIG, alignment=alignment)
     result, _ = play(strategy, [headless(client, [0]) for client in honest()])
     assert strategy.seen == ({"arrays", "metrics", "client"},) * 3
     assert f"'gram', '{TRAINED}' are not used" in warnings()
@@ -347,7 +335,7 @@ def test_where_nothing_can_be_taken_nothing_is_averaged(
     aggregation: Any, alignment: Any
 ) -> None:
     strategy = FedRot(CONFIG, alignment=alignment, aggregation=aggregation)
-    arrays, metrics = finished(strategy, bare(honest()), number=2)
+    arrays, metrics = finished(strategy, bare(honest()), 2)
     assert arrays is None
     assert metrics["fedrot-replies-dropped"] == 3
     assert metrics.get("fedrot-replies-accepted", 0) == 0
@@ -356,7 +344,7 @@ def test_where_nothing_can_be_taken_nothing_is_averaged(
 class Broken(Mean):
     """Returns Inf in one entry, and says that all is well."""
 
-    said = "this average is exact"
+    sentence = "this average is exact"
 
     def result(self) -> dict[str, Tensor]:
         found = super().result()
@@ -376,23 +364,15 @@ class Exploding(FedAvg):
         ), metrics
 
 
-class AlignedExploding(Aligned, Exploding):
-    """The same behind alignment."""
-
-
-class AlignedAdam(Aligned, FedAdam):
-    """Makes a step from the mean of the aligned updates."""
-
-
 #: Strategies whose round ends without a model.
-NO_MODEL: dict[str, Callable[..., FedAvg]] = {
+NO_MODEL = {
     "an aggregation": lambda **given: FedRot(CONFIG, aggregation=Broken, **given),
     "unaligned": lambda **given: FedRot(
         CONFIG, aggregation=Broken, alignment=None, **given
     ),
-    "a step": lambda **given: AlignedAdam(CONFIG, eta=1e39, **given),
-    "behind": lambda **given: AlignedExploding(CONFIG, **given),
-    "behind, unaligned": lambda **given: AlignedExploding(
+    "a step": lambda **given: in_front_of(FedAdam)(CONFIG, eta=1e39, **given),
+    "behind": lambda **given: in_front_of(Exploding)(CONFIG, **given),
+    "behind, unaligned": lambda **given: in_front_of(Exploding)(
         CONFIG, alignment=None, **given
     ),
 }
@@ -418,10 +398,6 @@ def test_a_result_that_is_not_finite_leaves_the_model_as_it_was(
     assert "exact" not in caplog.text
 
 
-class AlignedMomentum(Aligned, FedAvgM):
-    """Keeps the model of its last step, from which the next one goes."""
-
-
 def test_a_server_step_that_overflows_fails_one_round_and_not_the_next_ones(
     tmp_path: Path,
 ) -> None:
@@ -430,20 +406,20 @@ def test_a_server_step_that_overflows_fails_one_round_and_not_the_next_ones(
     }
 
     def client(message: Message) -> Message:
-        number: Any = message.content.config_records["config"]["server-round"]
-        sent = tensors_of(message.content.array_records["arrays"])
+        number = round_of(message)
+        sent = model_in(message)
         if number == 2:
             sent["classifier.bias"] = torch.full_like(sent["classifier.bias"], 6e4)
         return reply(message, sent, 10)
 
-    strategy = AlignedMomentum(
+    strategy = in_front_of(FedAvgM)(
         SYMMETRY,
         server_learning_rate=2.0,
         server_momentum=0.0,
         fraction_evaluate=0.0,
         reporting=Reporting(rows=tmp_path / "report.jsonl"),
     )
-    grid = FakeGrid(dict.fromkeys((1, 2), client))
+    grid = grid_of([client] * 2)
     result = strategy.start(grid, ArrayRecord(base), num_rounds=4)
     assert [
         row["round"] for row in read_rows(tmp_path / "report.jsonl") if "lost" in row
@@ -454,69 +430,58 @@ def test_a_server_step_that_overflows_fails_one_round_and_not_the_next_ones(
 # --- what is refused at once
 # -------------------------------------------------------------------------
 
-#: Arguments beside a Fisher mean, and whether heads would be rotated, which Fisher
-#: cannot follow.
-ROTATIONS: dict[str, tuple[dict[str, Any], bool]] = {
-    "default": ({}, True),
-    "attention": ({"alignment": fedrot.AlignmentOptions(parts=("attention",))}, True),
-    "other basis": (
-        {"alignment": PERMUTATIONS, "other_basis": OtherBasis(options=WHOLE)},
-        True,
-    ),
-    "other model": (
-        {"alignment": PERMUTATIONS, "other_basis": OtherBasis(build)},
-        True,
-    ),
-    "none": ({"alignment": None, "other_basis": OtherBasis(build)}, False),
-    "permutations": ({"alignment": PERMUTATIONS}, False),
-    "other permutations": (
-        {
-            "alignment": PERMUTATIONS,
-            "other_basis": OtherBasis(
-                options=fedrot.AlignmentOptions(parts=("residual", "ffn"))
-            ),
-        },
-        False,
-    ),
-}
+SHUFFLED = fedrot.AlignmentOptions(parts=("residual", "ffn"))
+#: Arguments beside a Fisher mean: heads are rotated, which Fisher cannot follow.
+ROTATING = [
+    {},
+    {"alignment": fedrot.AlignmentOptions(parts=("attention",))},
+    {"alignment": PERMUTATIONS, "other_basis": OtherBasis(options=WHOLE)},
+    {"alignment": PERMUTATIONS, "other_basis": OtherBasis(build)},
+]
 
 
-@pytest.mark.parametrize("name", ROTATIONS)
-def test_fisher_is_refused_at_once_if_heads_are_rotated(name: str) -> None:
-    given, rotates = ROTATIONS[name]
-    if not rotates:
-        FedRot(CONFIG, aggregation=Fisher, **given)
-        return
-    with pytest.raises(
-        fedrot.FedrotError, match=r"align_mod.*alignment=None.*\('heads', 'ffn'\)"
-    ):
-        FedRot(CONFIG, aggregation=Fisher, **given)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        *(
+            ({**given, "aggregation": Fisher}, r"align_mod.*=None.*\('heads', 'ffn'\)")
+            for given in ROTATING
+        ),
+        (
+            {
+                "aggregation": RegMean,
+                "alignment": fedrot.AlignmentOptions(canonical=True),
+            },
+            r"'gram' .* canonical=False",
+        ),
+        ({"aggregation": RegMean(), "alignment": GLOBAL}, "RegMean; give"),
+        ({"aggregation": RegMean(), "alignment": None}, "RegMean; give"),
+    ],
+)
+def test_an_aggregation_that_cannot_work_is_refused_at_once(
+    given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(fedrot.FedrotError, match=words):
+        FedRot(CONFIG, **given)
 
 
-def test_statistics_in_canonical_form_are_refused_at_once() -> None:
-    with pytest.raises(
-        fedrot.FedrotError, match=r"'gram' cannot be .* canonical=False"
-    ):
-        FedRot(
-            CONFIG,
-            aggregation=RegMean,
-            alignment=fedrot.AlignmentOptions(canonical=True),
-        )
-
-
-@ALIGN
-def test_an_aggregator_in_the_place_of_its_class_is_refused(alignment: Any) -> None:
-    with pytest.raises(fedrot.FedrotError, match="RegMean; give a name, or a class"):
-        FedRot(CONFIG, alignment=alignment, aggregation=RegMean())  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"alignment": None, "other_basis": OtherBasis(build)},
+        {"alignment": PERMUTATIONS},
+        {"alignment": PERMUTATIONS, "other_basis": OtherBasis(options=SHUFFLED)},
+    ],
+)
+def test_fisher_follows_permutations(given: dict[str, Any]) -> None:
+    FedRot(CONFIG, aggregation=Fisher, **given)
 
 
 def test_a_privacy_wrapper_around_an_aggregation_is_refused() -> None:
     behind = FedRot(CONFIG, alignment=None, aggregation=RegMean)
-    strategy = DifferentialPrivacyServerSideFixedClipping(
-        behind, noise_multiplier=0.0, clipping_norm=1.0, num_sampled_clients=3
-    )
-    with pytest.raises(fedrot.FedrotError, match="clips updates before"):
-        ask(strategy, state(), 3)
+    strategy = DifferentialPrivacyServerSideFixedClipping(behind, 0.0, 1.0, 3)
+    with pytest.raises(fedrot.FedrotError, match="clips"):
+        broadcast(strategy, state())
 
 
 # --- an aggregation of one's own
@@ -532,7 +497,7 @@ def test_the_aggregation_and_the_statistic_of_the_page_work_in_rounds(
     kind, aggregation, _ = re.findall(
         r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE
     )
-    page: dict[str, Any] = {"__name__": "page"}
+    page = {"__name__": "page"}
     exec(compile(kind + aggregation, "aggregation.md", "exec"), page)
 
     def collect(tensors: State, seed: int) -> Any:
@@ -545,7 +510,7 @@ def test_the_aggregation_and_the_statistic_of_the_page_work_in_rounds(
         replace(clients[0], statistics={"token_counts": {name: torch.ones(2)}})
         for name in (EMBEDDING, "nowhere")
     ]
-    by_tokens: Any = {"aggregation": "by-tokens"}
+    by_tokens = {"aggregation": "by-tokens"}
     plain, metrics = play(
         FedRot(CONFIG, alignment=None, **by_tokens),
         [*bare(clients[:1]), *odd, *clients],

@@ -21,7 +21,14 @@ from fedrot.symmetry import Group
 from fedrot.symmetry.groups import Move, apply_moves
 from tests.models import State, near
 from tests.models import largest_difference as difference
-from tests.strategies.fakes import Client, broadcast, failure, play, reply, tensors_of
+from tests.strategies.fakes import (
+    Client,
+    aggregated,
+    broadcast,
+    failure,
+    reply,
+    tensors_of,
+)
 from tests.trained import CONFIG, build, loss, rows, trained
 
 PASSES = OtherBasis(
@@ -62,7 +69,7 @@ class Noting(Mean):
 def merged_by(strategy: FedRot, sent: list[State], nodes: list[Client]) -> list[State]:
     """Play a round, and return the moved updates that its aggregation received."""
     Noting.kept.clear()
-    play(strategy, trained(0), sent, nodes)
+    aggregated(strategy, trained(0), sent, nodes=nodes)
     return [*Noting.kept]
 
 
@@ -86,16 +93,20 @@ def test_learning_together_lowers_the_loss_of_the_mean() -> None:
     for passes in (0, 2):
         others = OtherBasis(options=PASSES.options, learning_passes=passes)
         strategy = FedRot(CONFIG, other_basis=others)
-        losses[passes] = loss(tensors_of(play(strategy, trained(0), sent, nodes)[0]))
+        losses[passes] = loss(
+            tensors_of(aggregated(strategy, trained(0), sent, nodes=nodes)[0])
+        )
     assert losses[2] < losses[0] - 0.02
 
 
 def test_every_client_receives_its_own_model_and_the_mean_of_the_others() -> None:
     sent = [trained(seed) for seed in (1, 2, 3)]
-    asked: list[Message] = []
+    asked = []
     # Without steps nobody moves: the second pass asks what the first has asked.
     nodes = [node(seed, asked, LearningOptions(steps=0)) for seed in (1, 2, 3)]
-    result, _ = play(FedRot(CONFIG, other_basis=PASSES), trained(0), sent, nodes)
+    result, _ = aggregated(
+        FedRot(CONFIG, other_basis=PASSES), trained(0), sent, nodes=nodes
+    )
     assert len(asked) == 6
     own, rest = (
         [tensors_of(message.content.array_records[name]) for message in asked[:3]]
@@ -120,7 +131,7 @@ def test_clients_learn_the_stream_where_it_is_rotated_and_updates_keep_their_fun
     canonical: bool | None,
 ) -> None:
     """A stream that is permuted stays in its order."""
-    found: set[str] = set()
+    found = set()
 
     def noting(seed: int) -> Client:
         learns = node(seed)
@@ -153,14 +164,11 @@ def test_clients_learn_the_stream_where_it_is_rotated_and_updates_keep_their_fun
 
 def test_clients_that_fail_keep_their_alignment(warnings: Any) -> None:
     sent = [trained(seed) for seed in (1, 2, 3)]
-    result, _ = play(
-        FedRot(CONFIG, other_basis=PASSES), trained(0), sent, [failure] * 3
-    )
+    result, _ = aggregated(FedRot(CONFIG, other_basis=PASSES), trained(0), sent)
     matched = OtherBasis(options=PASSES.options)
-    expected, _ = play(
-        FedRot(CONFIG, other_basis=matched), trained(0), sent, [failure] * 3
-    )
-    found, expected = tensors_of(result), tensors_of(expected)
+    expected, _ = aggregated(FedRot(CONFIG, other_basis=matched), trained(0), sent)
+    found = tensors_of(result)
+    expected = tensors_of(expected)
     assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in found)
     assert warnings().count("stay unchanged") == 6
 
@@ -168,9 +176,12 @@ def test_clients_that_fail_keep_their_alignment(warnings: Any) -> None:
 def test_nobody_learns_where_no_reply_comes_from_another_basis() -> None:
     base = trained(0)
     sent = [near(base, 0.01, seed) for seed in (1, 2)]
-    asked: list[Message] = []
-    play(
-        FedRot(CONFIG, other_basis=PASSES), base, sent, [node(1, asked), node(2, asked)]
+    asked = []
+    aggregated(
+        FedRot(CONFIG, other_basis=PASSES),
+        base,
+        sent,
+        nodes=[node(1, asked), node(2, asked)],
     )
     assert not asked
 
@@ -190,8 +201,8 @@ def test_an_answer_in_float32_ends_no_round() -> None:
         options=fedrot.AlignmentOptions(("residual", "attention")), learning_passes=1
     )
     sent = [trained(seed) for seed in (1, 2, 3)]
-    result, metrics = play(
-        FedRot(CONFIG, other_basis=others), trained(0), sent, [answer] * 3
+    result, metrics = aggregated(
+        FedRot(CONFIG, other_basis=others), trained(0), sent, nodes=[answer] * 3
     )
     assert metrics["fedrot-replies-accepted"] == 3
     assert all(
@@ -202,7 +213,7 @@ def test_an_answer_in_float32_ends_no_round() -> None:
 def test_an_answer_of_the_second_pass_comes_after_that_of_the_first() -> None:
     """Rotations do not commute: the second element acts on what the first has moved."""
     groups, passes = random_rotations(0, 1)
-    asked: list[Message] = []
+    asked = []
 
     def answer(message: Message) -> Message:
         asked.append(message)
@@ -222,14 +233,14 @@ def test_an_answer_of_the_second_pass_comes_after_that_of_the_first() -> None:
 
 def test_a_client_that_is_nearly_all_of_the_mean_is_not_asked_to_learn() -> None:
     """The mean of the others would be the rounding of the whole one."""
-    asked: list[Message] = []
+    asked = []
 
     def noting(message: Message) -> Message:
         asked.append(message)
         return failure(message)
 
     strategy = FedRot(CONFIG, other_basis=PASSES)
-    messages = broadcast(strategy, trained(0), {100: noting, 101: noting})
+    messages = broadcast(strategy, trained(0), [noting, noting])
     weights = {100: 1e9, 101: 10}
     nodes = [message.metadata.dst_node_id for message in messages]
     sent = [

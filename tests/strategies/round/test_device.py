@@ -45,7 +45,7 @@ def fedrot_with(**fixed: Any) -> Callable[..., Any]:
 
 CALLS = itertools.count()
 #: Bytes that rounds have left on the device.
-LEFT: list[int] = []
+LEFT = []
 
 
 def growing(number: int, arrays: ArrayRecord) -> MetricRecord:
@@ -56,7 +56,7 @@ def growing(number: int, arrays: ArrayRecord) -> MetricRecord:
 
 
 #: What goes through the device layer by layer, and then what goes there as a whole.
-SETUPS: dict[str, Callable[..., Any]] = {
+SETUPS = {
     "running": fedrot_with(),
     "deterministic": lambda server=None: FedRot(
         SYMMETRY, server=replace(server or Server(), deterministic=True)

@@ -25,7 +25,7 @@ from flwr.serverapp.strategy import (
 import fedrot
 from fedrot.aggregation import Fisher, Mean, RegMean
 from fedrot.errors import FedrotError
-from fedrot.strategies import Aligned, Checkpointing, FedRot, Guard, Reporting, Server
+from fedrot.strategies import Checkpointing, FedRot, Guard, Reporting, Server
 from tests.models import near
 from tests.strategies.aggregating import (
     PERMUTATIONS,
@@ -39,7 +39,15 @@ from tests.strategies.aggregating import (
     scrambled,
 )
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import FakeGrid, reply, tensors_of
+from tests.strategies.fakes import (
+    FakeGrid,
+    grid_of,
+    in_front_of,
+    model_in,
+    reply,
+    round_of,
+    tensors_of,
+)
 
 ROUNDS, CLIENTS = 2, 3
 #: Nothing removes so much more than chance: the plain mean.
@@ -50,19 +58,15 @@ KEPT = "fedrot-guard-kept-aligned"
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
-def behind(strategy: Any) -> Any:
-    return type(f"Aligned{strategy.__name__}", (Aligned, strategy), {})
-
-
-AlignedAdam = behind(FedAdam)
+AlignedAdam = in_front_of(FedAdam)
 
 
 def scrambling(index: int) -> Callable[[Message], Message]:
     """Return a client that trains a little, and answers in coordinates of its own."""
 
     def trained(message: Message) -> Message:
-        number: Any = message.content.config_records["config"]["server-round"]
-        received = tensors_of(message.content.array_records["arrays"])
+        number = round_of(message)
+        received = model_in(message)
         update = near(received, 0.05, 10 * number + index)
         sent = fedrot.random_equivalent(update, SYMMETRY, 10 * number + index)
         return reply(message, sent, 10 + index, index)
@@ -78,7 +82,8 @@ class Points:
     """
 
     def __init__(self, metric: str, plain: float, aligned: float) -> None:
-        self.metric, self.values = metric, (plain, aligned)
+        self.metric = metric
+        self.values = (plain, aligned)
         self.calls: list[int] = []
 
     def __call__(self, number: int, arrays: ArrayRecord) -> MetricRecord:
@@ -93,7 +98,7 @@ def points(better: str) -> Points:
 
 
 def new_grid() -> FakeGrid:
-    return FakeGrid({100 + i: scrambling(i) for i in range(CLIENTS)})
+    return grid_of(map(scrambling, range(CLIENTS)))
 
 
 def run(
@@ -172,7 +177,8 @@ def test_ties_keep_the_plain_mean_and_nan_is_worst(
 
 
 def test_a_mean_that_was_kept_is_evaluated_once(tmp_path: Path) -> None:
-    evaluate, file = points("aligned"), tmp_path / "rows.jsonl"
+    evaluate = points("aligned")
+    file = tmp_path / "rows.jsonl"
     result = run(evaluate=evaluate, guard="accuracy", reporting=Reporting(file))
     assert evaluate.calls == [0, 1, 1, 2, 2]
     found = {
@@ -192,7 +198,8 @@ def test_a_mean_that_was_kept_is_evaluated_once(tmp_path: Path) -> None:
 
 
 def test_a_guard_may_evaluate_on_data_of_its_own() -> None:
-    reported, chosen = points("plain"), points("plain")
+    reported = points("plain")
+    chosen = points("plain")
     result = run(evaluate=reported, guard=Guard("accuracy", evaluate=chosen))
     assert (reported.calls, chosen.calls) == ([0, 1, 2], [1, 1, 2, 2])
     assert bits(result) == bits(unguarded("plain"))
@@ -202,7 +209,7 @@ def test_a_guard_may_evaluate_on_data_of_its_own() -> None:
 
 
 def test_what_is_evaluated_are_the_two_means() -> None:
-    seen: list[ArrayRecord] = []
+    seen = []
 
     def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
         seen.append(arrays)
@@ -252,7 +259,7 @@ def test_biases_that_become_0_are_compared_where_no_group_is_moved(
     ("build", "given"),
     [
         (AlignedAdam, {"eta": 0.01}),
-        (behind(FedAvgM), {"server_learning_rate": 0.7, "server_momentum": 0.9}),
+        (in_front_of(FedAvgM), {"server_learning_rate": 0.7, "server_momentum": 0.9}),
     ],
 )
 def test_an_optimiser_sees_the_kept_mean_only(
@@ -280,7 +287,7 @@ def test_statistics_go_with_their_updates(
     better: str,
 ) -> None:
     clients = scrambled(honest(collect), collect, options.parts)
-    given: dict[str, Any] = {"aggregation": aggregation, "alignment": options}
+    given = {"aggregation": aggregation, "alignment": options}
     guard = Guard("accuracy", evaluate=points(better))
     found, metrics = play(FedRot(SYMMETRY, guard=guard, **given), clients)
     if better == "plain":
@@ -332,12 +339,12 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, after: int) -> No
             {"loss": float(-calls.count(number) if number % 2 else calls.count(number))}
         )
 
-    calls: list[int] = []
+    calls = []
     whole = run(AlignedAdam, evaluate, rounds=3, guard="loss", eta=0.01)
     calls = []
     for rounds in (after, 3):
         checkpointing = Checkpointing(tmp_path)
-        given: dict[str, Any] = {
+        given = {
             "guard": "loss",
             "eta": 0.01,
             "checkpoints": checkpointing,
@@ -370,12 +377,12 @@ def test_a_name_says_what_is_better_however_it_is_written(
 
 
 def private(symmetry: Any, fraction_evaluate: float, **given: Any) -> Any:
-    settings: Any = {
+    settings = {
         "noise_multiplier": 0.1,
         "clipping_norm": 1.0,
         "num_sampled_clients": CLIENTS,
     }
-    strategy = behind(DifferentialPrivacyServerSideFixedClipping)
+    strategy = in_front_of(DifferentialPrivacyServerSideFixedClipping)
     return strategy(symmetry, FedAvg(), **settings, alignment=GLOBAL, **given)
 
 
@@ -394,7 +401,7 @@ def returning(metrics: MetricRecord | None) -> Callable[[FakeGrid], Any]:
 
 #: What is refused, a part of the reason, and how many rounds of training there are
 #: before.
-REFUSED: dict[str, tuple[Callable[[FakeGrid], Any], str, int]] = {
+REFUSED = {
     "alignment": (
         lambda grid: FedRot(guard="accuracy", alignment=None),
         "alignment=None",
@@ -419,7 +426,7 @@ REFUSED: dict[str, tuple[Callable[[FakeGrid], Any], str, int]] = {
     ),  # type: ignore[arg-type]
     "medians": (
         lambda grid: run(
-            behind(FedMedian), points("plain"), grid=grid, guard="accuracy"
+            in_front_of(FedMedian), points("plain"), grid=grid, guard="accuracy"
         ),
         "needs every update",
         0,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, MetricRecord
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification
 
@@ -36,9 +35,9 @@ from tests.strategies.classifier import (
     state,
 )
 from tests.strategies.fakes import (
+    aggregated,
     broadcast,
     largest_difference,
-    reply,
     tensors_of,
 )
 
@@ -46,25 +45,15 @@ CONFIG = config_of(NAME)
 GLOBAL, RUNNING = (
     fedrot.AlignmentOptions(anchor=anchor) for anchor in ("global", "running")
 )
-BY_WEIGHTS, BY_PROBES = OtherBasis(options=WHOLE), OtherBasis(build)
+BY_WEIGHTS = OtherBasis(options=WHOLE)
+BY_PROBES = OtherBasis(build)
 
 Sent = Sequence[tuple[State, float]]
 
 
-def play(strategy: FedRot, base: State, sent: Sent) -> tuple[ArrayRecord, MetricRecord]:
-    """Play one round and return the new model and the metrics; the replies stay as they
-    are.
-    """
-    messages = broadcast(strategy, base, len(sent))
-    replies = [
-        reply(m, u, w, i)
-        for i, (m, (u, w)) in enumerate(zip(messages, sent, strict=True))
-    ]
-    before = [message.content.object_id for message in replies]
-    arrays, metrics = strategy.aggregate_train(1, replies)
-    assert arrays is not None
-    assert before == [message.content.object_id for message in replies]
-    return arrays, metrics or MetricRecord()
+def play(strategy: FedRot, base: State, sent: Sent) -> Any:
+    updates, weights = zip(*sent, strict=True)
+    return aggregated(strategy, base, updates, weights)
 
 
 def mean(sent: Iterable[tuple[Mapping[str, Tensor], float]]) -> State:
@@ -80,7 +69,8 @@ def mean(sent: Iterable[tuple[Mapping[str, Tensor], float]]) -> State:
 def test_permuted_copies_of_one_model_average_to_its_function(
     alignment: Any, others: OtherBasis, warnings: Callable[[], str]
 ) -> None:
-    base, other = state(), state(3)
+    base = state()
+    other = state(3)
     sent = [(permuted(other, seed), 10.0 + seed) for seed in range(3)]
     result, _ = play(
         FedRot(CONFIG, alignment=alignment, other_basis=others), base, sent
@@ -182,7 +172,7 @@ class Peeking(BertForSequenceClassification):
         (
             "bert-bare",
             lambda: BARE["bert-bare"].build("eager"),
-            "Part 'residual' cannot be moved",
+            "'residual'",
         ),
     ],
     ids=["peeking", "bare"],
@@ -241,7 +231,8 @@ def test_given_options_are_kept_where_a_model_is_given_too() -> None:
 
 
 def test_a_bare_encoder_goes_on_as_ever() -> None:
-    config, base = config_of("bert-bare"), state_of("bert-bare", dtype=torch.float32)
+    config = config_of("bert-bare")
+    base = state_of("bert-bare", dtype=torch.float32)
     sent = [(near(base, 0.02, i), 1.0 + i) for i in range(3)]
     sent.append((state_of("bert-bare", 5, torch.float32), 1.0))
     expected, _ = play(FedRot(config), base, sent)

@@ -4,6 +4,8 @@ never sent.
 
 from __future__ import annotations
 
+import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,21 @@ import fedrot
 from fedrot.aggregation import Mean, RegMean
 from fedrot.collect.statistics import TRAINED
 from fedrot.simulations.run_folder import read_rows
-from fedrot.strategies import FedRot, Reporting, statistics_record, to_arrays
-from fedrot.strategies.wire.arrays import STATISTICS, encode
+from fedrot.strategies import FedRot, Reporting, Server, statistics_record, to_arrays
+from fedrot.strategies.wire.arrays import STATISTICS, TIED, encode
+from fedrot.strategies.wire.flower_compat import NUMPY
 from fedrot.strategies.wire.statistics_record import wanted_statistics
 from fedrot.tensors import LARGEST_NORM
 from tests.models import EAGER, near
 from tests.strategies.aggregating import grams
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import broadcast, largest_difference, reply
+from tests.strategies.fakes import (
+    arrays_of,
+    broadcast,
+    largest_difference,
+    replies,
+    reply,
+)
 from tests.strategies.hostile import CONFIG, SETUPS
 
 Client = Callable[[Message], Message]
@@ -43,7 +52,7 @@ TENSOR = GOOD[NAME]
 WIDTH = TENSOR.shape[1]
 INPUTS = torch.eye(WIDTH)
 COLLECTED = statistics_record(grams(state()))
-ALL: dict[str, Callable[[], Any]] = {
+ALL = {
     "unaligned": lambda: FedRot(CONFIG, alignment=None),
     **SETUPS,
     "Mean": lambda: FedRot(CONFIG, alignment=None, aggregation=Mean),
@@ -92,7 +101,7 @@ def with_content(change: Callable[[Any], object]) -> Client:
 
 
 def with_array(dtype: str, data: bytes) -> Client:
-    array = Array(dtype, tuple(TENSOR.shape) if dtype else (), "numpy.ndarray", data)
+    array = Array(dtype, tuple(TENSOR.shape) if dtype else (), NUMPY, data)
     return with_content(lambda content: content["arrays"].update({NAME: array}))
 
 
@@ -121,7 +130,7 @@ def with_metadata(**values: Any) -> Client:
 
 
 #: Replies that are dropped, each with the word that its reason must have.
-BAD: dict[str, tuple[Client, str]] = {
+BAD = {
     "NaN": (sends(TENSOR * torch.nan), NAME),
     "NaN in float16": (sends(TENSOR.half() * torch.nan), NAME),
     **{
@@ -196,7 +205,7 @@ BAD: dict[str, tuple[Client, str]] = {
             "of a number": torch.tensor(1.0),
             "of four axes": INPUTS[None, None],
             "empty": torch.ones(0, 0),
-            "cut off": Array("float32", (3,), "numpy.ndarray", b"\x93NUMPY"),
+            "cut off": Array("float32", (3,), NUMPY, b"\x93NUMPY"),
             "of texts": Array(np.array(["a", "b"])),
             "in another byte order": Array(INPUTS.numpy().astype(">f4")),
         }.items()
@@ -236,7 +245,7 @@ def ours(setup: str) -> dict[str, tuple[Client, str]]:
     """Return the replies that a set-up drops; more are bad where statistics are needed,
     or moved.
     """
-    more: dict[str, tuple[Client, str]] = {}
+    more = {}
     if setup.startswith("RegMean"):
         more |= {
             "no statistics": (with_content(lambda c: c.pop(STATISTICS)), "'gram'"),
@@ -268,7 +277,7 @@ def ours(setup: str) -> dict[str, tuple[Client, str]]:
 
 
 #: Replies that are in the mean.
-TAKEN: dict[str, Client] = {
+TAKEN = {
     **{
         str(t): sends(TENSOR.to(t))
         for t in (torch.float64, torch.float16, torch.bfloat16)
@@ -302,7 +311,6 @@ def played(
     path = folder / f"{len(list(folder.iterdir()))}.jsonl"
     strategy.reporting = Reporting(rows=path)
     asked = broadcast(strategy, BASE, len(clients))
-    asked.sort(key=lambda message: message.metadata.dst_node_id)
     replies = [client(message) for client, message in zip(clients, asked, strict=True)]
     before = [
         message.content.object_id for message in replies[: None if twice is None else 0]
@@ -371,3 +379,90 @@ def test_in_the_mean(setup: str, tmp_path: Path) -> None:
     ]
     if setup == "unaligned":
         assert largest_difference(arrays, played(setup, tmp_path, ALONE)[0]) > 1e-4
+
+
+def test_an_array_that_does_not_say_its_shape_is_checked_once_it_is_decoded() -> None:
+    """Arrays of Flower's legacy workflows have an empty shape, as a number has."""
+    strategy = FedRot(alignment=None)
+    asked = broadcast(strategy, {"w": torch.tensor(1.0)}, 2)
+    sent = replies(asked, [{"w": torch.tensor(3.0)}] * 2)
+    two = Array("", (), NUMPY, encode("", torch.ones(2)).data)
+    sent[0].content["arrays"] = ArrayRecord({"w": two})
+    arrays, metrics = strategy.aggregate_train(1, sent)
+    assert arrays_of(arrays)["w"] == 3.0
+    assert metrics["fedrot-replies-dropped"] == 1
+
+
+# --- replies that are large
+# --------------------------------------------------------------------------
+
+MIB = 2**20
+POINT = encode("x", torch.zeros(1))
+LARGE = encode("x", torch.zeros(MIB // 4))
+
+
+def with_stype(stype: str, data: bytes = b"", shape: Any = TENSOR.shape) -> Client:
+    array = Array("float32", tuple(shape), stype, data)
+    return with_content(lambda content: content["arrays"].update({NAME: array}))
+
+
+def many(what: Any, count: int = 10_000, name: str = "x") -> dict[str, Any]:
+    return {f"{name}{i}": what for i in range(count)}
+
+
+#: Contents of about 1 MB on the wire each; arrays that are equal travel once.
+BOMBS = {
+    "arrays": lambda: with_content(lambda c: c["arrays"].update(many(POINT, 5000))),
+    "array records": lambda: with_content(lambda c: c.update(many(ArrayRecord()))),
+    "metric records": lambda: with_content(
+        lambda c: c.update(many(MetricRecord({"num-examples": 1})))
+    ),
+    "config records": lambda: with_content(
+        lambda c: c.update(many(ConfigRecord({"a": 1})))
+    ),
+    "config list": lambda: with_content(
+        lambda c: c.update(x=ConfigRecord({"a": [1] * 100_000}))
+    ),
+    "metric keys": lambda: with_metrics(**many(1.0, 60_000)),
+    "metric lists": lambda: with_metrics(**many([], 60_000)),
+    "name": lambda: with_content(lambda c: c["arrays"].update({"x" * MIB: POINT})),
+    "dtype": lambda: with_array("f" * MIB, encode("", TENSOR).data),
+    "stype": lambda: with_stype("f" * MIB),
+    "tied to a long name": lambda: with_stype(TIED, b"x" * MIB),
+    "axes": lambda: with_stype(NUMPY, shape=(1,) * 200_000),
+    "statistics": lambda: with_statistics(**many(POINT, 5000, "gram/x")),
+    "one large array": lambda: with_statistics(**many(LARGE, name="gram/x")),
+    "one name": lambda: with_statistics(
+        **{"gram/" + "|".join("w" * 300_000): torch.eye(3)}
+    ),
+    "names": lambda: with_statistics(
+        **{"gram/" + "|".join(map(str, range(150_000))): LARGE}
+    ),
+    "same statistics": lambda: with_statistics(
+        **{f"gram/{'|'.join('w' * i)}": torch.eye(3) for i in range(1, 1000)}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_reply_of_a_megabyte_takes_bounded_time_and_memory(
+    name: str, tmp_path: Path
+) -> None:
+    reporting = Reporting(rows=tmp_path / "rows.jsonl")
+    server = Server(deterministic=True)
+    strategy = FedRot(alignment=None, server=server, reporting=reporting)
+    clients = (BOMBS[name](), GOOD_CLIENT, GOOD_CLIENT)
+    asked = zip(clients, broadcast(strategy, BASE), strict=True)
+    answers = [client(message) for client, message in asked]
+    start = time.process_time()
+    tracemalloc.start()
+    arrays, _ = strategy.aggregate_train(1, answers)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # A fifth of a second on the slowest machine we know, and a few times as much if
+    # memory is traced.
+    assert time.process_time() - start < 5
+    assert most < 64 * MIB
+    assert largest_difference(arrays, to_arrays(GOOD)) <= 1e-6
+    reasons = [row["dropped"] for row in read_rows(reporting.rows) if "dropped" in row]
+    assert all(len(reason) <= 500 and reason.isprintable() for reason in reasons)

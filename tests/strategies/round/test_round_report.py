@@ -14,7 +14,7 @@ from fedrot.strategies import FedRot
 from fedrot.strategies.reporting.verdict import CHANCE, FOUND, REMOVED, figures
 from tests.models import LAYERS, State, config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
-from tests.strategies.fakes import failure, play
+from tests.strategies.fakes import aggregated
 
 CONFIG = config_of(NAME)
 PAGE = Path(__file__).parents[3] / "docs/reference/metrics.md"
@@ -31,7 +31,7 @@ def _documented() -> list[str]:
 
 
 def _play(strategy: FedRot, updates: list[State]) -> dict[str, Any]:
-    return dict(play(strategy, state(), updates, [failure] * len(updates))[1])
+    return dict(aggregated(strategy, state(), updates)[1])
 
 
 def test_a_round_s_metrics_are_those_of_the_page() -> None:
@@ -43,7 +43,8 @@ def test_shares_are_found_whether_or_not_the_groups_are_moved() -> None:
     """Noise leaves all groups in place, where found may be a bound; asked to, all of
     them move.
     """
-    updates, found = [near(state(), 0.05, i + 1) for i in range(3)], []
+    updates = [near(state(), 0.05, i + 1) for i in range(3)]
+    found = []
     for chance in (1.5, 0.0):
         options = fedrot.AlignmentOptions(chance=chance)
         metrics = _play(
@@ -58,10 +59,8 @@ def test_shares_are_found_whether_or_not_the_groups_are_moved() -> None:
             for client in updates
         ]
         groups = [group for report in reports for group in report.groups]
-        heads, before = (
-            [g for g in groups if g.part == "attention"],
-            sum(g.before for g in groups),
-        )
+        heads = [g for g in groups if g.part == "attention"]
+        before = sum(g.before for g in groups)
         expected = [sum(g.found for g in heads), sum(g.chance or 0 for g in heads)]
         own = sum(g.before for g in heads)
         removed = sum(g.before - g.after for g in groups) / before

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import math
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -22,9 +20,7 @@ from flwr.app import (
     Array,
     ArrayRecord,
     ConfigRecord,
-    Error,
     Message,
-    MetricRecord,
     RecordDict,
 )
 from flwr.serverapp.strategy import (
@@ -33,31 +29,30 @@ from flwr.serverapp.strategy import (
     FedAvg,
     FedMedian,
     QFedAvg,
-    Strategy,
 )
 
 import fedrot
 from fedrot.aggregation import Mean, RegMean
 from fedrot.simulations.run_folder import read_rows
 from fedrot.strategies import (
-    Aligned,
     FedRot,
-    OtherBasis,
     Reporting,
     Server,
     from_arrays,
     to_arrays,
 )
-from fedrot.strategies.wire.lazy_grid import LONGEST_PAUSE, LazyGrid
 from tests.models import State, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.aggregating import answer, grams, honest
-from tests.strategies.classifier import NAME, SYMMETRY, WHOLE, state
+from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import (
-    FakeGrid,
+    aggregated,
     broadcast,
     failure,
+    grid_of,
+    in_front_of,
     largest_difference,
+    replies,
     reply,
     tensors_of,
 )
@@ -78,19 +73,6 @@ def updates(count: int = COUNT) -> list[State]:
     ]
 
 
-def replies(
-    messages: Iterable[Message], sent: Iterable[State], **metrics: Any
-) -> list[Message]:
-    return [
-        reply(m, u, 10 + i, i, **metrics)
-        for i, (m, u) in enumerate(zip(messages, sent, strict=True))
-    ]
-
-
-def behind(strategy: type[Strategy]) -> Any:
-    return type(f"Aligned{strategy.__name__}", (Aligned, strategy), {})
-
-
 # --- how many are held
 # -------------------------------------------------------------------------------
 
@@ -101,7 +83,8 @@ class Counted:
     """
 
     def __init__(self, messages: list[Message], sent: list[State]) -> None:
-        self.messages, self.sent = messages, sent
+        self.messages = messages
+        self.sent = sent
         self.most = 0
         self._alive: list[weakref.ref[ArrayRecord]] = []
 
@@ -118,11 +101,11 @@ class Counted:
 
 
 #: Strategies, and how many replies of a round they hold.
-HELD: dict[str, tuple[Callable[[], Any], int]] = {
+HELD = {
     "running": (lambda: FedRot(CONFIG), 1),
     "global": (lambda: FedRot(CONFIG, alignment=GLOBAL), 1),
     "not aligned": (lambda: FedRot(CONFIG, aggregation=Mean, alignment=None), 1),
-    "FedAdam": (lambda: behind(FedAdam)(CONFIG), 1),
+    "FedAdam": (lambda: in_front_of(FedAdam)(CONFIG), 1),
     "hashes": (lambda: FedRot(CONFIG, reporting=Reporting(os.devnull, hashes=True)), 1),
     "deterministic": (lambda: FedRot(CONFIG, server=Server(deterministic=True)), COUNT),
 }
@@ -145,10 +128,10 @@ def test_one_update_is_held_at_a_time_unless_all_are_needed(name: str) -> None:
 def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(
     anchor: str,
 ) -> None:
-    options, server = fedrot.AlignmentOptions(anchor=anchor), Server(deterministic=True)
+    options = fedrot.AlignmentOptions(anchor=anchor)
+    server = Server(deterministic=True)
     strategy = FedRot(CONFIG, alignment=options, server=server)
-    messages = broadcast(strategy, state(), COUNT)
-    sent = replies(messages, updates(), loss=0.5)
+    sent = replies(broadcast(strategy, state(), COUNT), updates(), loss=0.5)
     results = [
         strategy.aggregate_train(1, [sent[i] for i in order])[0] for order in ORDERS
     ]
@@ -179,7 +162,6 @@ def order_of(
     )
     strategy.trusts_ids = by_ids
     messages = broadcast(strategy, {"w": torch.zeros(1)}, len(ids))
-    messages.sort(key=lambda message: message.metadata.dst_node_id)
     Taking.taken.clear()
     sent = [
         reply(messages[i], {"w": torch.full((1,), float(values[i]))}, i + 1, ids[i])
@@ -220,21 +202,21 @@ def elsewhere(array: Array, shift: int) -> Array:
     memory.
     """
     size = int.from_bytes(array.data[8:10], "little")
-    header, values = array.data[10 : 10 + size - 1], array.data[10 + size :]
+    header = array.data[10 : 10 + size - 1]
+    values = array.data[10 + size :]
     start = array.data[:8] + (size + shift).to_bytes(2, "little")
     data = start + header + b" " * shift + b"\n" + values
     return Array(array.dtype, array.shape, array.stype, data)
 
 
 def test_deterministic_rounds_do_not_depend_on_where_messages_lie_in_memory() -> None:
-    server, results = Server(deterministic=True), []
+    server = Server(deterministic=True)
+    results = []
     strategy = FedRot(CONFIG, alignment=GLOBAL, aggregation=RegMean, server=server)
     messages = broadcast(strategy, state(), 3)
     for shift in (0, 8, 40):
-        sent = [
-            answer(m, c, i)
-            for i, (m, c) in enumerate(zip(messages, honest(grams), strict=True))
-        ]
+        clients = zip(messages, honest(grams), strict=True)
+        sent = [answer(m, client, i) for i, (m, client) in enumerate(clients)]
         for message in sent:
             for record in message.content.array_records.values():
                 for name, array in record.items():
@@ -243,186 +225,40 @@ def test_deterministic_rounds_do_not_depend_on_where_messages_lie_in_memory() ->
     assert [largest_difference(results[0], other) for other in results] == [0.0] * 3
 
 
-# --- a grid that fetches one reply at a time
-# ---------------------------------------------------------
-
-
-class Slow(FakeGrid):
-    """Answers a message after it was asked for a number of times, never where that is
-    infinite.
-    """
-
-    def __init__(self, clients: Any, looks: dict[int, float]) -> None:
-        super().__init__(clients)
-        self.looks = dict(looks)
-        self.pulled: list[int] = []
-
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        ids = list(message_ids)
-        self.pulled.append(len(ids))
-        ready = []
-        for message_id in ids:
-            node = self._sent[message_id].metadata.dst_node_id
-            self.looks[node] -= 1
-            if self.looks[node] <= 0:
-                ready.append(message_id)
-        return super().pull_messages(ready)
-
-
-class Quick(LazyGrid):
-    """Notes its pauses instead of making them, while a clock of its own goes on."""
-
-    def __init__(self, grid: FakeGrid) -> None:
-        super().__init__(grid)
-        self.pauses: list[float] = []
-
-    def pause(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-
-
-def clients(count: int = 3) -> dict[int, Any]:
-    sent = updates(count)
-    return {100 + i: lambda m, i=i: reply(m, sent[i], 10, i) for i in range(count)}
-
-
-def test_replies_are_sent_for_at_once_and_fetched_one_by_one_as_they_arrive() -> None:
-    slow = Slow(clients(), {100: 3, 101: 1, 102: 2})
-    grid = Quick(slow)
-    messages = [
-        Message(RecordDict(), dst_node_id=n, message_type="train") for n in clients()
-    ]
-    waiting = grid.send_and_receive(messages, timeout=60).stream()
-    assert slow.asked == [[100, 101, 102]]
-    assert slow.pulled == []
-    assert [m.metadata.src_node_id for m in waiting] == [101, 102, 100]
-    assert set(slow.pulled) == {1}
-
-
-#: After how many looks each client has answered, the timeout, and the pauses between
-#: the looks.
-PAUSES: dict[str, tuple[list[float], float | None, list[float]]] = {
-    "longer and longer, while there is time": ([5], 2.0, [0.2, 0.4, 0.8, 1.6]),
-    "as long as Flower's": ([9], None, [0.2, 0.4, 0.8, 1.6, *[LONGEST_PAUSE] * 4]),
-    "short after a reply": ([4, 7], None, [0.2, 0.4, 0.8, 0.1, 0.2, 0.4]),
-}
-
-
-@pytest.mark.parametrize("name", PAUSES)
-def test_pauses_grow_while_nothing_arrives(name: str) -> None:
-    looks, timeout, pauses = PAUSES[name]
-    nodes = range(100, 100 + len(looks))
-    grid = Quick(Slow(clients(len(looks)), dict(zip(nodes, looks, strict=True))))
-    messages = [
-        Message(RecordDict(), dst_node_id=n, message_type="train") for n in nodes
-    ]
-    assert len(list(grid.send_and_receive(messages, timeout=timeout))) == len(looks)
-    assert grid.pauses == pytest.approx(pauses)
-    assert LONGEST_PAUSE == 3.0
-
-
-def test_no_pause_is_longer_than_the_time_that_is_left() -> None:
-    grid = Quick(Slow(clients(1), {100: 9}))
-    message = Message(RecordDict(), dst_node_id=100, message_type="train")
-    assert len(list(grid.send_and_receive([message], timeout=2.0))) == 1
-    assert max(grid.pauses) <= 2.0
-
-
-def test_who_does_not_answer_in_time_is_left_out() -> None:
-    grid = LazyGrid(Slow(clients(), {100: 1, 101: math.inf, 102: 1}))
-    strategy = FedRot(CONFIG, fraction_evaluate=0.0)
-    start = time.monotonic()
-    result = strategy.start(grid, ArrayRecord(state()), 1, timeout=0.5)
-    assert 0.5 <= time.monotonic() - start < 20
-    assert result.train_metrics_clientapp[1]["fedrot-replies-accepted"] == 2
-
-
-@pytest.mark.parametrize(
-    ("looks", "timeout", "uses"), [((1, 1, 1), 0.2, 3), ((1, 2, 2), 0.1, 1)]
-)
-def test_what_arrives_in_time_while_another_reply_is_used_is_taken(
-    looks: tuple[int, ...], timeout: float, uses: int
-) -> None:
-    """Though using that one takes until time is up: there is a last look."""
-    grid = LazyGrid(Slow(clients(), dict(zip(clients(), looks, strict=True))))
-    messages = [
-        Message(RecordDict(), dst_node_id=n, message_type="train") for n in clients()
-    ]
-    found = []
-    for message in grid.send_and_receive(messages, timeout=timeout).stream():
-        if len(found) < uses:
-            time.sleep(0.15)
-        found.append(message)
-    assert len(found) == 3
-
-
-def test_nobody_asked_nothing_fetched() -> None:
-    assert list(LazyGrid(FakeGrid({})).send_and_receive([])) == []
-
-
-def test_a_reply_that_flower_cannot_read_does_not_end_the_run() -> None:
-    class Garbage(FakeGrid):
-        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-            (message_id,) = message_ids
-            if self._sent[message_id].metadata.dst_node_id == 101:
-                raise json.JSONDecodeError("no object", "", 0)
-            return super().pull_messages([message_id])
-
-    strategy = FedRot(CONFIG, fraction_evaluate=0.0)
-    result = strategy.start(Garbage(clients()), ArrayRecord(state()), 1, timeout=5)
-    metrics = result.train_metrics_clientapp[1]
-    assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-failed"]) == (
-        2,
-        1,
-    )
-
-
 # --- what may not enter
 # ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("fault", ["in the tensors", "in the metrics"])
 @pytest.mark.parametrize("least", [1, 2, 3])
 def test_a_round_with_too_few_good_replies_fails_and_the_model_stays(
-    least: int, tmp_path: Path
+    least: int, fault: str, tmp_path: Path
 ) -> None:
-    report = tmp_path / "report.jsonl"
-    server, reporting = Server(min_replies=least), Reporting(rows=report)
-    strategy = FedRot(CONFIG, server=server, reporting=reporting)
-    messages = broadcast(strategy, state(), 3)
-    sent = replies(messages, updates(3))
-    sent[0] = reply(messages[0], {n: t * torch.nan for n, t in state().items()}, 5, 0)
-    arrays, metrics = strategy.aggregate_train(1, sent)
-    assert metrics is not None
+    """Metrics that the others do not have are seen when all have arrived."""
+    server = Server(min_replies=least)
+    reporting = Reporting(rows=tmp_path / "report.jsonl")
+    aligned = fault == "in the tensors"
+    given = {} if aligned else {"alignment": None}
+    strategy = FedRot(CONFIG, server=server, reporting=reporting, **given)
+    asked = broadcast(strategy, state())
+    sent = replies(asked, updates(3))
+    sent[0] = reply(asked[0], updates(3)[0], 5, 0, extra=1.0)
+    if aligned:
+        sent[0] = reply(asked[0], {n: t * torch.nan for n, t in state().items()}, 5, 0)
+    arrays, _ = strategy.aggregate_train(1, sent)
     assert (arrays is None) == (least > 2)
-    assert [row["lost"] for row in read_rows(report) if "lost" in row] == [
-        "2 good replies, 3 needed."
-    ] * (least > 2)
-
-
-@pytest.mark.parametrize(
-    ("build", "problem"),
-    [
-        (lambda: Server(min_replies=0), "min_replies is 0"),
-        (lambda: Server(wire=torch.int8), r"wire is torch\.int8"),
-        (lambda: OtherBasis(options=WHOLE, learning_passes=-1), "must not be negative"),
-        (lambda: FedRot(CONFIG, server=Server(device="nowhere")), "device 'nowhere'"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(
-    build: Callable[[], Any], problem: str
-) -> None:
-    with pytest.raises(fedrot.FedrotError, match=problem):
-        build()
-
-
-def private_q_fedavg() -> Any:
-    private: Any = behind(DifferentialPrivacyServerSideFixedClipping)
-    return private(
-        CONFIG, QFedAvg(client_learning_rate=0.5), 0.0, 1.0, 4, alignment=GLOBAL
-    )
+    lost = [row["lost"] for row in read_rows(reporting.rows) if "lost" in row]
+    assert lost == ["2 good replies, 3 needed."] * (least > 2)
 
 
 def q_fedavg() -> Any:
-    return behind(QFedAvg)(CONFIG, client_learning_rate=0.5)
+    return in_front_of(QFedAvg)(CONFIG, client_learning_rate=0.5)
+
+
+def private_q_fedavg() -> Any:
+    private = in_front_of(DifferentialPrivacyServerSideFixedClipping)
+    behind = QFedAvg(client_learning_rate=0.5)
+    return private(CONFIG, behind, 0.0, 1.0, 4, alignment=GLOBAL)
 
 
 @pytest.mark.parametrize(
@@ -440,25 +276,13 @@ def test_one_clients_loss_does_not_decide_q_fedavg(
     results = []
     for first in (1, 0):
         strategy = build()
-        messages = broadcast(strategy, state(), 4)
-        sent = replies(messages, updates(4), train_loss=0.5)
-        sent[0] = reply(messages[0], updates(4)[0], 10, 0, train_loss=loss)
+        asked = broadcast(strategy, state(), 4)
+        sent = replies(asked, updates(4), train_loss=0.5)
+        sent[0] = reply(asked[0], updates(4)[0], 10, 0, train_loss=loss)
         arrays, metrics = strategy.aggregate_train(1, sent[first:])
-        assert (metrics or {})["fedrot-replies-dropped"] == 1 - first
+        assert metrics["fedrot-replies-dropped"] == 1 - first
         results.append(arrays)
     assert largest_difference(*results) == 0
-
-
-def test_an_array_that_does_not_say_its_shape_is_checked_once_it_is_decoded() -> None:
-    """Arrays of Flower's legacy workflows have an empty shape, as a number has."""
-    strategy = FedRot(alignment=None)
-    messages = broadcast(strategy, {"w": torch.tensor(1.0)}, 2)
-    sent = [reply(m, {"w": torch.tensor(3.0)}, 1) for m in messages]
-    two = Array("", (), "numpy.ndarray", to_arrays({"w": torch.ones(2)})["w"].data)
-    sent[0].content["arrays"] = ArrayRecord({"w": two})
-    arrays, metrics = strategy.aggregate_train(1, sent)
-    assert tensors_of(arrays)["w"].tolist() == 3.0
-    assert dict(metrics or {})["fedrot-replies-dropped"] == 1
 
 
 def test_an_error_is_counted_once_not_after_a_reply_and_for_the_node_asked(
@@ -466,30 +290,25 @@ def test_an_error_is_counted_once_not_after_a_reply_and_for_the_node_asked(
 ) -> None:
     """If a node has left, the SuperLink answers under its own node id."""
     strategy = FedRot(CONFIG, reporting=Reporting(rows=tmp_path / "rows.jsonl"))
-    messages = broadcast(strategy, state(), 3)
-    for i, message in enumerate(messages):  # What a grid does.
+    asked = broadcast(strategy, state())
+    for i, message in enumerate(asked):  # What a grid does.
         message.metadata.__dict__["_message_id"] = f"message {i}"
-    gone = failure(messages[2])
+    gone = failure(asked[2])
     gone.metadata.__dict__["_src_node_id"] = 1
-    sent = [*replies(messages[:2], updates(2)), failure(messages[0]), gone, gone]
+    sent = [*replies(asked[:2], updates(2)), failure(asked[0]), gone, gone]
     _, metrics = strategy.aggregate_train(1, sent)
-    assert metrics is not None
-    assert (metrics["fedrot-replies-accepted"], metrics["fedrot-replies-failed"]) == (
-        2,
-        1,
-    )
+    assert metrics["fedrot-replies-accepted"] == 2
+    assert metrics["fedrot-replies-failed"] == 1
     rows = [row for row in read_rows(tmp_path / "rows.jsonl") if "failed" in row]
-    node = messages[2].metadata.dst_node_id
-    assert [(row["client"], row["failed"]) for row in rows] == [(node, "crashed")]
+    assert [(row["client"], row["failed"]) for row in rows] == [(102, "crashed")]
 
 
 def test_without_alignment_integers_are_what_the_strategy_makes_of_them() -> None:
     base = {"w": torch.ones(3), "steps": torch.tensor(100)}
-    strategy = behind(FedMedian)(CONFIG, alignment=None)
-    messages = broadcast(strategy, base, 3)
-    sent = [{"w": torch.ones(3), "steps": torch.tensor(n)} for n in (104, 107, 190)]
-    found, _ = strategy.aggregate_train(1, replies(messages, sent))
-    assert tensors_of(found)["steps"].tolist() == 107
+    strategy = in_front_of(FedMedian)(CONFIG, alignment=None)
+    sent = [{**base, "steps": torch.tensor(number)} for number in (104, 107, 190)]
+    result, _ = aggregated(strategy, base, sent)
+    assert tensors_of(result)["steps"].tolist() == 107
 
 
 # --- precision and names on the wire
@@ -503,7 +322,7 @@ def test_without_alignment_integers_are_what_the_strategy_makes_of_them() -> Non
 def test_half_precision_travels_and_the_server_keeps_its_own(
     base: Any, wire: torch.dtype
 ) -> None:
-    received: set[torch.dtype] = set()
+    received = set()
 
     def client(message: Message) -> Message:
         tensors = from_arrays(message.content.array_records["arrays"])
@@ -514,9 +333,9 @@ def test_half_precision_travels_and_the_server_keeps_its_own(
         )
         return answered
 
-    settings: dict[str, Any] = {"server": Server(wire=wire), "fraction_evaluate": 0.0}
-    strategy = behind(base)(CONFIG, alignment=GLOBAL, **settings)
-    grid = FakeGrid(dict.fromkeys((100, 101), client))
+    settings = {"server": Server(wire=wire), "fraction_evaluate": 0.0}
+    strategy = in_front_of(base)(CONFIG, alignment=GLOBAL, **settings)
+    grid = grid_of([client] * 2)
     new = tensors_of(strategy.start(grid, ArrayRecord(state()), 1).arrays)
     assert received == {wire}
     assert {tensor.dtype for tensor in new.values()} == {torch.float32}
@@ -533,9 +352,7 @@ def test_a_model_in_bfloat16_and_tied_stays_so_while_tensors_are_equal() -> None
     base = {"one": shared, "two": shared, "three": shared, "steps": torch.tensor(3)}
     sent = to_arrays(base, torch.bfloat16)
     strategy = FedRot(alignment=None, aggregation=Mean)
-    grid = FakeGrid(dict.fromkeys((100, 101), failure))
-    messages = list(strategy.configure_train(1, sent, ConfigRecord(), grid))
-    answers = [reply(m, {}, 10, i) for i, m in enumerate(messages)]
+    answers = replies(broadcast(strategy, sent, 2), [{}, {}], [10, 10])
     for i, message in enumerate(answers):
         moved = {name: from_arrays(sent)["one"] + i for name in ("one", "two")}
         message.content["arrays"] = to_arrays({**from_arrays(sent), **moved})
@@ -561,8 +378,8 @@ def test_a_model_in_bfloat16_is_sent_with_its_ties(wire: torch.dtype | None) -> 
     shared = torch.randn(6, 4)
     model = to_arrays({**state(), "one": shared, "two": shared}, torch.bfloat16)
     strategy = FedRot(CONFIG, server=Server(wire=wire))
-    grid = FakeGrid(dict.fromkeys((100, 101), failure))
-    messages = list(strategy.configure_train(1, model, ConfigRecord(), grid))
+    grid = grid_of([failure] * 2)
+    messages = broadcast(strategy, model, grid)
     messages += strategy.configure_evaluate(1, model, ConfigRecord(), grid)
     assert len(messages) == 4
     for message in messages:
@@ -583,8 +400,10 @@ class OwnMessages(FedRot):
         ]
 
 
-MODEL, CONTROL = ArrayRecord({"w": torch.ones(2)}), ArrayRecord({"w": torch.zeros(3)})
-BOTH, ALONE = {"arrays": MODEL, "control": CONTROL}, {"mine": MODEL}
+MODEL = ArrayRecord({"w": torch.ones(2)})
+CONTROL = ArrayRecord({"w": torch.zeros(3)})
+BOTH = {"arrays": MODEL, "control": CONTROL}
+ALONE = {"mine": MODEL}
 
 
 @pytest.mark.parametrize(
@@ -605,110 +424,16 @@ BOTH, ALONE = {"arrays": MODEL, "control": CONTROL}, {"mine": MODEL}
 def test_of_several_records_the_model_is_the_one_that_the_strategy_names(
     given: Any, key: str, known: bool
 ) -> None:
-    settings: dict[str, Any] = {
+    settings = {
         "alignment": None,
         "aggregation": Mean,
         "fraction_evaluate": 0.0,
     }
     strategy = OwnMessages(arrayrecord_key=key, **settings)
     strategy.given = given
-    grid = FakeGrid(
-        dict.fromkeys((100, 101), lambda m: reply(m, {"w": torch.full((2,), 4.0)}, 10))
-    )
+    grid = grid_of([lambda m: reply(m, {"w": torch.full((2,), 4.0)}, 10)] * 2)
     if not known:
-        with pytest.raises(fedrot.FedrotError, match="is not known"):
+        with pytest.raises(fedrot.FedrotError, match="known"):
             strategy.start(grid, MODEL, 1)
         return
     assert tensors_of(strategy.start(grid, MODEL, 1).arrays)["w"].tolist() == [4.0, 4.0]
-
-
-# --- evaluation
-# ------------------------------------------------------------
-
-
-def evaluation(**metrics: Any) -> Callable[[Message], Message]:
-    return lambda to: Message(
-        RecordDict({"metrics": MetricRecord(metrics)}), reply_to=to
-    )
-
-
-def without_content(to: Message) -> Message:
-    message = evaluation(rows=1, loss=9.0)(to)
-    message.__dict__["_content"] = None
-    return message
-
-
-def evaluated(
-    strategy: Any, answers: Sequence[Callable[[Message], Message]], twice: bool = False
-) -> Any:
-    grid = FakeGrid(dict.fromkeys(range(100, 100 + len(answers)), failure))
-    messages = list(
-        strategy.configure_evaluate(1, ArrayRecord(state()), ConfigRecord(), grid)
-    )
-    sent = [one(message) for one, message in zip(answers, messages, strict=True)]
-    if twice:
-        sent += [evaluation(rows=100, loss=9.0)(messages[0]), failure(messages[0])]
-    found = strategy.aggregate_evaluate(1, iter(sent))
-    return None if found is None else dict(found)
-
-
-FORGED = "crashed\n\x1b[31msecond " * 50_000
-#: Evaluations that are left out, and a word of the line of the log.
-LEFT_OUT: dict[str, tuple[Callable[[Message], Message], str]] = {
-    "nothing": (lambda m: Message(RecordDict(), reply_to=m), "0 MetricRecords"),
-    "no content": (without_content, "Unusable"),
-    "negative": (evaluation(rows=-1, loss=9.0), "'rows' is -1"),
-    "infinite": (evaluation(rows=math.inf, loss=9.0), "'rows' is inf"),
-    "no weight": (evaluation(loss=9.0), "no 'rows'"),
-    "a list": (evaluation(rows=1, loss=[9.0, 9.0], accuracy=1.0), "loss (list of 2)"),
-    "another metric": (evaluation(rows=1, loss=9.0, f1=1.0), "f1"),
-    "NaN of no rows": (
-        evaluation(rows=0, loss=math.nan, accuracy=1.0),
-        "'rows' is 0: there",
-    ),
-    "Inf of no rows": (
-        evaluation(rows=0.0, loss=1.0, accuracy=math.inf),
-        "'rows' is 0.0: there",
-    ),
-    "failed": (lambda m: Message(Error(1, FORGED), reply_to=m), "crashed"),
-}
-
-
-def test_evaluations_that_cannot_be_averaged_are_left_out_and_named_in_one_line(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The others are weighted by the metric that the strategy names, in whatever order
-    theirs are.
-    """
-    good = [
-        evaluation(rows=1, loss=0.0, accuracy=1.0),
-        evaluation(accuracy=0.0, loss=1.0, rows=3),
-        evaluation(rows=0, loss=7.0, accuracy=7.0),
-    ]
-    strategy = FedRot(CONFIG, weighted_by_key="rows")
-    with caplog.at_level("INFO", logger="flwr"):
-        found = evaluated(
-            strategy, [*good, *(bad for bad, _ in LEFT_OUT.values())], twice=True
-        )
-    assert found == pytest.approx({"loss": 0.75, "accuracy": 0.25})
-    lines = [record.getMessage().strip() for record in caplog.records]
-    assert all(line.isprintable() and len(line) < 1000 for line in lines)
-    named = [
-        line for line in lines if "Evaluation of client" in line or "crashed" in line
-    ]
-    assert len(named) == len(LEFT_OUT) + 1
-    assert [
-        word
-        for _, word in [*LEFT_OUT.values(), (None, "already answered")]
-        if word not in " ".join(named)
-    ] == []
-
-
-@pytest.mark.parametrize("loss", [1.0, math.nan])
-def test_evaluations_without_examples_average_to_nothing(loss: float) -> None:
-    strategy = FedRot(CONFIG)
-    assert (
-        evaluated(strategy, [evaluation(**{"num-examples": 0, "loss": loss})] * 2)
-        is None
-    )
-    assert strategy.aggregate_evaluate(1, []) is None

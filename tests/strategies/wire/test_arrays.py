@@ -167,7 +167,8 @@ def test_tied_embeddings_travel_once(dtype: torch.dtype | None) -> None:
     model = build_tied()
     tied = model.state_dict()
     apart = {name: value.clone() for name, value in tied.items()}
-    record, whole = to_arrays(tied, dtype), to_arrays(apart, dtype)
+    record = to_arrays(tied, dtype)
+    whole = to_arrays(apart, dtype)
     assert set(record) == set(tied)
     width = (dtype or torch.float32).itemsize
     # The decoder's bias is tied as well.
@@ -222,7 +223,8 @@ def test_views_are_of_the_received_bytes_and_warn_nobody() -> None:
     record = to_arrays({"w": value, "h": value.bfloat16()})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found, own = from_arrays(record), from_arrays(record, writable=True)
+        found = from_arrays(record)
+        own = from_arrays(record, writable=True)
     start = np.frombuffer(record["w"].data, np.uint8).ctypes.data
     assert 0 < found["w"].data_ptr() - start < len(record["w"].data)
     before = record["w"].data[:]
@@ -326,7 +328,7 @@ BITS = Array(np.zeros(2, np.uint16)).data
 TRUTH = Array(np.array([True, False])).data
 PLAIN = to_arrays({"a": torch.ones(2)})
 #: Arrays of two numbers that are refused, by a part of the reason.
-REFUSED: dict[str, list[Array]] = {
+REFUSED = {
     "byte order|no readable npy header": [
         array(npy(described("(2,)", descr), bytes(8)))
         for descr in (
@@ -432,7 +434,8 @@ def test_shapes_of_truth_values_are_numbers() -> None:
 
 
 def test_stock_strategies_get_numpys_arrays() -> None:
-    value, half = torch.rand(3), torch.rand(3).bfloat16()
+    value = torch.rand(3)
+    half = torch.rand(3).bfloat16()
     given_ = {"plain": value, "tied": value, "half": half, "moved": value + 1}
     sent = to_arrays(given_)
     before = from_arrays(sent)

@@ -66,9 +66,7 @@ def identity() -> list[int]:
 
 
 #: The block, what it changes, and whether that is as it must be inside.
-BLOCKS: dict[
-    str, tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], bool]]
-] = {
+BLOCKS = {
     "metrics": (
         lambda: without_metrics(AVERAGE),
         lambda: metrics_function(AVERAGE),
@@ -108,7 +106,10 @@ NOISE = {"noise_multiplier": 0.1, "num_sampled_clients": 2}
 @pytest.mark.parametrize(
     "build",
     [
-        *(FedAdagrad, FedAdam, FedYogi, partial(QFedAvg, 0.1)),
+        FedAdagrad,
+        FedAdam,
+        FedYogi,
+        partial(QFedAvg, 0.1),
         lambda: DifferentialPrivacyServerSideAdaptiveClipping(FedAvg(), **NOISE),
         lambda: DifferentialPrivacyServerSideFixedClipping(
             FedAvg(), clipping_norm=1.0, **NOISE
@@ -123,7 +124,8 @@ def test_attributes_that_are_set_anew_are_there(build: Callable[[], Strategy]) -
 
 
 def test_a_strategy_inside_a_wrapper_compares_with_the_same_model_too() -> None:
-    inside, moved = FedAdam(), ArrayRecord({"w": torch.tensor([1.0, 2.0])})
+    inside = FedAdam()
+    moved = ArrayRecord({"w": torch.tensor([1.0, 2.0])})
     wrapper = DifferentialPrivacyServerSideFixedClipping(inside, 0.0, 1.0, 2)
     vars(inside)["current_arrays"] = {"w": np.zeros(2, np.float32)}
     vars(wrapper)["current_arrays"] = ArrayRecord({"w": torch.zeros(2)})
@@ -133,7 +135,7 @@ def test_a_strategy_inside_a_wrapper_compares_with_the_same_model_too() -> None:
 
 
 def test_a_class_among_a_strategys_attributes_is_no_state() -> None:
-    strategy: Any = FedRot(alignment=None)
+    strategy = FedRot(alignment=None)
     strategy.kind = torch.optim.SGD
     RunState(strategy, ConfigRecord(), ConfigRecord()).encoded({})
 
@@ -189,7 +191,7 @@ def test_the_call_that_a_client_lacks_is_said_behind_a_long_traceback() -> None:
         + "File, line. " * 90
         + "No train function registered with name x"
     )
-    lacking: Any = SimpleNamespace(error=SimpleNamespace(reason=reason))
+    lacking = SimpleNamespace(error=SimpleNamespace(reason=reason))
     said = legible(failure_of(lacking, "answer_with_sums"))
     assert said.endswith(
         "registered with name x Call answer_with_sums with its ClientApp."

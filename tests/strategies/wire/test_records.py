@@ -127,7 +127,7 @@ def test_bfloat16_is_half_the_bytes_and_says_what_it_is() -> None:
 
 
 COMPLEX = torch.ones(2, dtype=torch.complex64)
-REFUSED: list[tuple[Found, Any, str]] = [
+REFUSED = [
     *(
         (statistics(), dtype, "float32 or bfloat16")
         for dtype in (torch.float16, torch.float64, torch.int8)
@@ -182,15 +182,13 @@ def test_one_array_under_many_names_is_decoded_once(
     """Torch's memory is not traced: each decoded array of bfloat16 takes twice its
     bytes.
     """
-    decoded: list[str] = []
+    decoded = []
     decode = records.decode
     monkeypatch.setattr(
         records, "decode", lambda name, a: decoded.append(name) or decode(name, a)
     )
-    large, shapes = (
-        encode("x", torch.zeros(1000, dtype=dtype)),
-        {"w": (4, 3), "v": (2, 3)},
-    )
+    large = encode("x", torch.zeros(1000, dtype=dtype))
+    shapes = {"w": (4, 3), "v": (2, 3)}
     with pytest.raises(UpdateError, match="shape"):
         read(
             {f"{kind}/{name}": large for kind in ("gram", "fisher") for name in shapes},

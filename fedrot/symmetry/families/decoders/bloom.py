@@ -1,6 +1,4 @@
-"""BLOOM: ALiBi, one module for query, key and value head by head, and a norm of the
-embeddings.
-"""
+"""BLOOM: ALiBi, query, key and value in one module, and a norm of the embeddings."""
 
 from __future__ import annotations
 
@@ -12,29 +10,23 @@ from fedrot.symmetry.describe.layers import (
     attention,
     feed_forward,
     last_norm,
-    pre_norm,
-    together,
+    pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, Units, units
 from fedrot.symmetry.describe.spaces import embedding, norm
+from fedrot.symmetry.describe.task_heads import UNMEASURED
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
     heads = replace(Heads.of(config, "n_head"), ordered=True)
-    fused, output = (
-        f"{p}self_attention.query_key_value",
-        Units(f"{p}self_attention.dense"),
-    )
-    up, down = Units(f"{p}mlp.dense_h_to_4h"), Units(f"{p}mlp.dense_4h_to_h")
-    return together(
-        pre_norm(
-            f"{p}input_layernorm",
-            attention(p, heads, Projections.fused(fused, heads, output, by_head=True)),
-        ),
-        pre_norm(
-            f"{p}post_attention_layernorm",
-            feed_forward(p, 4 * config["hidden_size"], up, down),
-        ),
+    fused = f"{p}self_attention.query_key_value"
+    output = Units(f"{p}self_attention.dense")
+    projections = Projections.fused(fused, heads, output, by_head=True)
+    up, down = units(p, "mlp.dense_h_to_4h mlp.dense_4h_to_h")
+    return pre_normed(
+        p,
+        input_layernorm=attention(p, heads, projections),
+        post_attention_layernorm=feed_forward(p, 4 * config["hidden_size"], up, down),
     )
 
 
@@ -48,4 +40,5 @@ FAMILY = Family(
         Stack("h", "n_layer", _layer),
         last_norm("ln_f"),
     ),
+    features=UNMEASURED,
 )

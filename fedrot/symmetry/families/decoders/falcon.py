@@ -1,6 +1,4 @@
-"""Falcon: 7B (one key head), 40B and 11B (groups of queries with one key and value), RW
-(ALiBi).
-"""
+"""Falcon: 7B (one key head), 40B and 11B (queries that share a key), RW (ALiBi)."""
 
 from __future__ import annotations
 
@@ -11,14 +9,16 @@ from fedrot.symmetry.describe.layers import (
     feed_forward,
     last_norm,
     pre_norm,
-    together,
+    pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, Units, units
 from fedrot.symmetry.describe.spaces import embedding
+from fedrot.symmetry.describe.task_heads import UNMEASURED
 
 
 def _heads(config: Config) -> Heads:
-    count, alibi = config["num_attention_heads"], config["alibi"]
+    count = config["num_attention_heads"]
+    alibi = config["alibi"]
     keys = 1 if config["multi_query"] else count
     if config["new_decoder_architecture"]:
         keys = config["num_kv_heads"]
@@ -29,31 +29,26 @@ def _heads(config: Config) -> Heads:
 def _norms(config: Config) -> tuple[str, ...]:
     if not config["parallel_attn"]:
         return ("input_layernorm", "post_attention_layernorm")
-    count = config.get("num_ln_in_parallel_attn") or (
-        2 if config["new_decoder_architecture"] else 1
-    )
+    default = 2 if config["new_decoder_architecture"] else 1
+    count = config.get("num_ln_in_parallel_attn") or default
     return ("input_layernorm",) if count == 1 else ("ln_attn", "ln_mlp")
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
-    heads, bias = _heads(config), config["bias"]
-    fused, output = (
-        f"{p}self_attention.query_key_value",
-        Units(f"{p}self_attention.dense", bias),
-    )
-    up, down = (Units(f"{p}mlp.dense_{name}", bias) for name in ("h_to_4h", "4h_to_h"))
+    heads = _heads(config)
+    bias = config["bias"]
+    fused = f"{p}self_attention.query_key_value"
+    output = Units(f"{p}self_attention.dense", bias)
+    projections = Projections.fused(fused, heads, output, bias, by_head=True)
+    up, down = units(p, "mlp.dense_h_to_4h mlp.dense_4h_to_h", bias)
     blocks = [
-        attention(
-            p, heads, Projections.fused(fused, heads, output, bias, by_head=True)
-        ),
+        attention(p, heads, projections),
         feed_forward(p, config["ffn_hidden_size"], up, down),
     ]
-    norms = [f"{p}{name}" for name in _norms(config)]
+    norms = _norms(config)
     if len(norms) == 1:
-        return pre_norm(norms[0], *blocks)
-    return together(
-        *(pre_norm(name, block) for name, block in zip(norms, blocks, strict=True))
-    )
+        return pre_norm(p + norms[0], *blocks)
+    return pre_normed(p, **dict(zip(norms, blocks, strict=True)))
 
 
 FAMILY = Family(
@@ -65,4 +60,5 @@ FAMILY = Family(
         last_norm("ln_f"),
     ),
     inside=("rotary_emb",),
+    features=UNMEASURED,
 )

@@ -1,6 +1,4 @@
-"""GPT-2: a pre-norm decoder whose projections are ``Conv1D``; one holds query, key and
-value.
-"""
+"""GPT-2: projections are ``Conv1D`` modules; one holds query, key and value."""
 
 from __future__ import annotations
 
@@ -10,28 +8,22 @@ from fedrot.symmetry.describe.layers import (
     attention,
     feed_forward,
     last_norm,
-    pre_norm,
-    together,
+    pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, units
 from fedrot.symmetry.describe.spaces import embedding
-from fedrot.symmetry.describe.task_heads import PLAIN, read_out
+from fedrot.symmetry.describe.task_heads import PLAIN, AfterNorm, read_out
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
     heads = Heads.of(config, "n_head", "n_embd")
-    output, up, down = (
-        Units(f"{p}{n}", conv1d=True) for n in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    )
-    return together(
-        pre_norm(
-            f"{p}ln_1",
-            attention(p, heads, Projections.fused(f"{p}attn.c_attn", heads, output)),
-        ),
-        pre_norm(
-            f"{p}ln_2",
-            feed_forward(p, config.get("n_inner") or 4 * config["n_embd"], up, down),
-        ),
+    output, up, down = units(p, "attn.c_proj mlp.c_fc mlp.c_proj", conv1d=True)
+    projections = Projections.fused(f"{p}attn.c_attn", heads, output)
+    neurons = config.get("n_inner") or 4 * config["n_embd"]
+    return pre_normed(
+        p,
+        ln_1=attention(p, heads, projections),
+        ln_2=feed_forward(p, neurons, up, down),
     )
 
 
@@ -46,4 +38,5 @@ FAMILY = Family(
     ),
     task_heads=(PLAIN, read_out(modules="multiple_choice_head.summary")),
     buffers={**BUFFERS, "attn.bias": 4, "attn.masked_bias": 0},
+    features=AfterNorm("transformer.ln_f"),
 )

@@ -1,6 +1,4 @@
-"""GPT-NeoX and Pythia: one module holds query, key and value head by head; partial
-rotary positions.
-"""
+"""GPT-NeoX and Pythia: query, key and value in one module; partial rotary positions."""
 
 from __future__ import annotations
 
@@ -19,31 +17,25 @@ from fedrot.symmetry.describe.layers import (
     attention,
     feed_forward,
     last_norm,
-    pre_norm,
-    together,
+    pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, Units, units
 from fedrot.symmetry.describe.spaces import embedding
-from fedrot.symmetry.describe.task_heads import PLAIN, read_out
+from fedrot.symmetry.describe.task_heads import PLAIN, UNMEASURED, read_out
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
-    whole, bias = Heads.of(config), config.get("attention_bias", True)
+    whole = Heads.of(config)
+    bias = config.get("attention_bias", True)
     heads = replace(whole, rotary=rotary_units(config, whole.dim, default=0.25))
     output = Units(f"{p}attention.dense", bias)
     fused = f"{p}attention.query_key_value"
-    up, down = Units(f"{p}mlp.dense_h_to_4h"), Units(f"{p}mlp.dense_4h_to_h")
-    return together(
-        pre_norm(
-            f"{p}input_layernorm",
-            attention(
-                p, heads, Projections.fused(fused, heads, output, bias, by_head=True)
-            ),
-        ),
-        pre_norm(
-            f"{p}post_attention_layernorm",
-            feed_forward(p, config["intermediate_size"], up, down),
-        ),
+    projections = Projections.fused(fused, heads, output, bias, by_head=True)
+    up, down = units(p, "mlp.dense_h_to_4h mlp.dense_4h_to_h")
+    return pre_normed(
+        p,
+        input_layernorm=attention(p, heads, projections),
+        post_attention_layernorm=feed_forward(p, config["intermediate_size"], up, down),
     )
 
 
@@ -57,4 +49,5 @@ FAMILY = Family(
     ),
     task_heads=(PLAIN, read_out(modules="embed_out")),
     buffers={**BUFFERS, "attention.bias": 4, "attention.masked_bias": 0},
+    features=UNMEASURED,
 )

@@ -1,6 +1,4 @@
-"""GPT-J: rotary positions that rotate adjacent units; attention and feed-forward read
-one norm.
-"""
+"""GPT-J: rotary positions rotate adjacent units; both blocks read one norm."""
 
 from __future__ import annotations
 
@@ -14,23 +12,22 @@ from fedrot.symmetry.describe.layers import (
     last_norm,
     pre_norm,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, units
 from fedrot.symmetry.describe.spaces import embedding
+from fedrot.symmetry.describe.task_heads import UNMEASURED
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
-    whole, modules = (
-        Heads.of(config, "n_head", "n_embd"),
-        ("q_proj", "k_proj", "v_proj", "out_proj"),
-    )
-    heads = replace(
-        whole, rotary=config.get("rotary_dim") or whole.dim, interleaved=True
-    )
+    whole = Heads.of(config, "n_head", "n_embd")
+    rotary = config.get("rotary_dim") or whole.dim
+    heads = replace(whole, rotary=rotary, interleaved=True)
+    projections = Projections.separate(f"{p}attn.", Q_K_V_OUT, bias=False)
     neurons = config.get("n_inner") or 4 * config["n_embd"]
+    up, down = units(p, "mlp.fc_in mlp.fc_out")
     return pre_norm(
         f"{p}ln_1",
-        attention(p, heads, Projections.separate(f"{p}attn.", modules, bias=False)),
-        feed_forward(p, neurons, Units(f"{p}mlp.fc_in"), Units(f"{p}mlp.fc_out")),
+        attention(p, heads, projections),
+        feed_forward(p, neurons, up, down),
     )
 
 
@@ -39,4 +36,5 @@ FAMILY = Family(
     model_types=("gptj",),
     body=(embedding("wte"), Stack("h", "n_layer", _layer), last_norm("ln_f")),
     buffers={**BUFFERS, "attn.bias": 4, "attn.masked_bias": 0},
+    features=UNMEASURED,
 )

@@ -6,24 +6,24 @@ Similar families use the helper functions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fedrot.symmetry.describe.family import ROTATED, Config, Family, Layer, Names, Stack
 from fedrot.symmetry.describe.layers import (
     Block,
     attention,
     feed_forward,
     last_norm,
-    pre_norm,
-    together,
+    pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding
+from fedrot.symmetry.describe.task_heads import AfterNorm, Features
 from fedrot.symmetry.signs import SignedPermutation
 
 
 def heads_of(config: Config, normed: bool = False) -> Heads:
-    """Return the heads of a decoder's attention; rotary positions rotate all of their
-    units.
-    """
+    """Return the heads of a decoder; rotary positions rotate all of their units."""
     count = config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // count
     return Heads(count, dim, config.get("num_key_value_heads") or count, dim, normed)
@@ -32,28 +32,31 @@ def heads_of(config: Config, normed: bool = False) -> Heads:
 def gated(config: Config, p: str) -> Block:
     """Return a gated feed-forward block of three modules."""
     bias = config.get("mlp_bias", False)
-    gate, up, down = (
-        Units(f"{p}mlp.{name}_proj", bias) for name in ("gate", "up", "down")
-    )
+    gate, up, down = units(p, "mlp.gate_proj mlp.up_proj mlp.down_proj", bias)
     return feed_forward(p, config["intermediate_size"], up, down, gate)
 
 
-def pre_normed(p: str, attention: Block, feed_forward: Block) -> Block:
+def two_blocks(p: str, attending: Block, feeding: Block) -> Block:
     """Return the layer of these blocks, each with its norm before it."""
-    return together(
-        pre_norm(f"{p}input_layernorm", attention),
-        pre_norm(f"{p}post_attention_layernorm", feed_forward),
-    )
+    return pre_normed(p, input_layernorm=attending, post_attention_layernorm=feeding)
 
 
 def projections(p: str, bias: bool, output_bias: bool) -> Projections:
     """Return the projections of four modules."""
-    modules = ("q_proj", "k_proj", "v_proj", "o_proj")
+    modules = "q_proj k_proj v_proj o_proj"
     return Projections.separate(f"{p}self_attn.", modules, bias, output_bias)
 
 
+#: The norm before a classifier of LLaMA's modules.
+LAST_NORM = AfterNorm("model.norm")
+
+
 def decoder(
-    name: str, model_types: tuple[str, ...], layer: Layer, stream: str = ROTATED
+    name: str,
+    model_types: tuple[str, ...],
+    layer: Layer,
+    features: Features | Mapping[str, Features],
+    stream: str = ROTATED,
 ) -> Family:
     """Return a family with LLaMA's modules around the layers."""
     body = (
@@ -61,20 +64,22 @@ def decoder(
         Stack("layers", "num_hidden_layers", layer),
         last_norm("norm"),
     )
-    spaces = {RESIDUAL: Space(SignedPermutation)}
     return Family(
-        name, model_types, body, spaces=spaces, inside=("rotary_emb",), stream=stream
+        name,
+        model_types,
+        body,
+        spaces={RESIDUAL: Space(SignedPermutation)},
+        inside=("rotary_emb",),
+        stream=stream,
+        features=features,
     )
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
     bias = config.get("attention_bias", False)
     qkv_bias = bias or config["model_type"] == "qwen2"
-    return pre_normed(
-        p,
-        attention(p, heads_of(config), projections(p, qkv_bias, bias)),
-        gated(config, p),
-    )
+    attending = attention(p, heads_of(config), projections(p, qkv_bias, bias))
+    return two_blocks(p, attending, gated(config, p))
 
 
-FAMILY = decoder("llama", ("llama", "mistral", "qwen2"), _layer)
+FAMILY = decoder("llama", ("llama", "mistral", "qwen2"), _layer, LAST_NORM)

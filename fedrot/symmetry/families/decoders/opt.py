@@ -8,26 +8,25 @@ from fedrot.symmetry.describe.layers import (
     attention,
     feed_forward,
     last_norm,
-    pre_norm,
+    pre_normed,
     together,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding, norm
-from fedrot.symmetry.describe.task_heads import read_out
+from fedrot.symmetry.describe.task_heads import UNMEASURED, read_out
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
     bias = config.get("enable_bias", True)
-    modules = ("q_proj", "k_proj", "v_proj", "out_proj")
-    up, down = Units(f"{p}fc1", bias), Units(f"{p}fc2", bias)
-    attending = attention(
-        p, Heads.of(config), Projections.separate(f"{p}self_attn.", modules, bias)
-    )
-    feeding = feed_forward(p, config["ffn_dim"], up, down)
-    blocks = {f"{p}self_attn_layer_norm": attending, f"{p}final_layer_norm": feeding}
+    projections = Projections.separate(f"{p}self_attn.", Q_K_V_OUT, bias)
+    up, down = units(p, "fc1 fc2", bias)
+    blocks = {
+        "self_attn_layer_norm": attention(p, Heads.of(config), projections),
+        "final_layer_norm": feed_forward(p, config["ffn_dim"], up, down),
+    }
     if config.get("do_layer_norm_before", True):
-        return together(*(pre_norm(name, block) for name, block in blocks.items()))
-    return together(*blocks.values(), *map(norm, blocks))
+        return pre_normed(p, **blocks)
+    return together(*blocks.values(), *(norm(p + name) for name in blocks))
 
 
 def _has_last_norm(config: Config, names: Names) -> bool:
@@ -53,4 +52,5 @@ FAMILY = Family(
     ),
     task_heads=(read_out("embedding"),),
     spaces={"embedding": Space(present="decoder.project_in.weight")},
+    features=UNMEASURED,
 )

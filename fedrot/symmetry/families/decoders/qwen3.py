@@ -9,12 +9,13 @@ from __future__ import annotations
 from fedrot.symmetry.describe.family import Config, Names
 from fedrot.symmetry.describe.layers import Block, attention, pre_norm, together
 from fedrot.symmetry.describe.spaces import norm
+from fedrot.symmetry.describe.task_heads import UNMEASURED, Unbounded
 from fedrot.symmetry.families.decoders.llama import (
     decoder,
     gated,
     heads_of,
-    pre_normed,
     projections,
+    two_blocks,
 )
 
 
@@ -26,7 +27,7 @@ def _layer(config: Config, names: Names, p: str) -> Block:
         {f"{p}self_attn.{name}_norm.weight": (None,) for name in "qk"},
     )
     if config["model_type"] == "qwen3":
-        return pre_normed(p, attending, gated(config, p))
+        return two_blocks(p, attending, gated(config, p))
     return together(
         pre_norm(f"{p}input_layernorm", attending),
         norm(f"{p}post_attention_layernorm"),
@@ -39,5 +40,9 @@ FAMILY = decoder(
     "qwen3",
     ("qwen3", "gemma3_text"),
     _layer,
+    {
+        "qwen3": UNMEASURED,
+        "gemma3_text": Unbounded("the gain of its norms is 1 + weight, not the weight"),
+    },
     "rotated; permuted in gemma3_text, which has norms after its blocks",
 )

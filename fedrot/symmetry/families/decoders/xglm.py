@@ -1,6 +1,4 @@
-"""XGLM: a pre-norm decoder with fixed sinusoidal positions, so the residual stream
-cannot be moved.
-"""
+"""XGLM: fixed sinusoidal positions, so the residual stream cannot be moved."""
 
 from __future__ import annotations
 
@@ -10,11 +8,12 @@ from fedrot.symmetry.describe.layers import (
     attention,
     feed_forward,
     last_norm,
-    pre_norm,
+    pre_normed,
     together,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, units
 from fedrot.symmetry.describe.spaces import embedding
+from fedrot.symmetry.describe.task_heads import UNMEASURED
 
 #: Why the residual stream is not moved.
 _FIXED = (
@@ -25,18 +24,14 @@ _FIXED = (
 
 def _layer(config: Config, names: Names, p: str) -> Block:
     heads = Heads.of(config, "attention_heads", "d_model")
-    modules = ("q_proj", "k_proj", "v_proj", "out_proj")
-    return together(
-        pre_norm(
-            f"{p}self_attn_layer_norm",
-            attention(p, heads, Projections.separate(f"{p}self_attn.", modules)),
-        ),
-        pre_norm(
-            f"{p}final_layer_norm",
-            feed_forward(p, config["ffn_dim"], Units(f"{p}fc1"), Units(f"{p}fc2")),
-        ),
-        Block(refused={"residual": _FIXED}),
+    projections = Projections.separate(f"{p}self_attn.", Q_K_V_OUT)
+    up, down = units(p, "fc1 fc2")
+    layer = pre_normed(
+        p,
+        self_attn_layer_norm=attention(p, heads, projections),
+        final_layer_norm=feed_forward(p, config["ffn_dim"], up, down),
     )
+    return together(layer, Block(refused={"residual": _FIXED}))
 
 
 FAMILY = Family(
@@ -48,4 +43,5 @@ FAMILY = Family(
         Stack("layers", "num_layers", _layer),
         last_norm("layer_norm"),
     ),
+    features=UNMEASURED,
 )

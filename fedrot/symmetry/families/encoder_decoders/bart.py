@@ -1,6 +1,4 @@
-"""BART: post-norm encoder and decoder, with one table of embeddings and one residual
-stream.
-"""
+"""BART: post-norm encoder and decoder with one table of embeddings and one stream."""
 
 from __future__ import annotations
 
@@ -15,9 +13,9 @@ from fedrot.symmetry.describe.family import (
     Stack,
 )
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
-from fedrot.symmetry.describe.spaces import Space, embedding, norm
-from fedrot.symmetry.describe.task_heads import PLAIN, two_layers
+from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, units
+from fedrot.symmetry.describe.spaces import Axes, Space, embedding, norm
+from fedrot.symmetry.describe.task_heads import PLAIN, AfterTanh, two_layers
 from fedrot.symmetry.signs import SignedPermutation
 
 
@@ -25,20 +23,16 @@ def _layer(
     config: Config, names: Names, p: str, side: str
 ) -> tuple[Block, Block, Block]:
     heads = Heads.of(config, f"{side}_attention_heads", "d_model")
-    modules = ("q_proj", "k_proj", "v_proj", "out_proj")
     attentions = ("self_attn", "encoder_attn") if side == "decoder" else ("self_attn",)
-    attended = [
-        together(
-            attention(
-                f"{p}{name}.", heads, Projections.separate(f"{p}{name}.", modules)
-            ),
-            norm(f"{p}{name}_layer_norm"),
-        )
-        for name in attentions
-    ]
+    attended: list[Block | Axes] = []
+    for name in attentions:
+        projections = Projections.separate(f"{p}{name}.", Q_K_V_OUT)
+        attended.append(attention(f"{p}{name}.", heads, projections))
+        attended.append(norm(f"{p}{name}_layer_norm"))
+    up, down = units(p, "fc1 fc2")
     return (
         together(*attended),
-        feed_forward(p, config[f"{side}_ffn_dim"], Units(f"{p}fc1"), Units(f"{p}fc2")),
+        feed_forward(p, config[f"{side}_ffn_dim"], up, down),
         together(norm(f"{p}final_layer_norm")),
     )
 
@@ -63,4 +57,5 @@ FAMILY = Family(
         two_layers("classification_head", "classifier"),
     ),
     spaces={"classifier": Space(SignedPermutation)},
+    features=AfterTanh("classification_head.dense"),
 )

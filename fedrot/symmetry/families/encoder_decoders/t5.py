@@ -8,7 +8,7 @@ T5 1.1's feed-forward is gated.
 
 from __future__ import annotations
 
-from fedrot.symmetry.describe.family import Config, Family, Names, Stack, When
+from fedrot.symmetry.describe.family import Config, Family, Names, Piece, Stack, When
 from fedrot.symmetry.describe.layers import (
     Block,
     attention,
@@ -17,15 +17,20 @@ from fedrot.symmetry.describe.layers import (
     pre_norm,
     together,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
-from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, Space, embedding
-from fedrot.symmetry.describe.task_heads import PLAIN, two_layers
+from fedrot.symmetry.describe.projections import Heads, Projections, units
+from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding
+from fedrot.symmetry.describe.task_heads import (
+    PLAIN,
+    UNMEASURED,
+    AfterTanh,
+    two_layers,
+)
 from fedrot.symmetry.signs import SignedPermutation
 
 
 def _attention(config: Config, module: str, order: str = "") -> Block:
     heads = Heads(config["num_heads"], config["d_kv"])
-    projections = Projections.separate(f"{module}.", "qkvo", bias=False)
+    projections = Projections.separate(f"{module}.", "q k v o", bias=False)
     return attention(f"{module}.", heads, projections, order=order)
 
 
@@ -41,10 +46,8 @@ def _cross_attention(config: Config, p: str) -> Block:
 def _feed_forward(config: Config, names: Names, p: str) -> Block:
     q = f"{p}DenseReluDense."
     gated = f"{q}wi_0.weight" in names
-    up, down, gate = (
-        Units(f"{q}{name}", bias=False)
-        for name in ("wi_1" if gated else "wi", "wo", "wi_0")
-    )
+    modules = "wi_1 wo wi_0" if gated else "wi wo wi_0"
+    up, down, gate = units(q, modules, bias=False)
     return feed_forward(p, config["d_ff"], up, down, gate if gated else None)
 
 
@@ -64,7 +67,7 @@ def _layer(config: Config, names: Names, p: str) -> tuple[Block, ...]:
     )
 
 
-def _side(side: str, *count: str) -> tuple[Axes | Block | Stack, ...]:
+def _side(side: str, *count: str) -> tuple[Piece, ...]:
     p = f"{side}.block"
     bias = f"{p}.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return (
@@ -87,4 +90,5 @@ FAMILY = Family(
     ),
     task_heads=(PLAIN, two_layers("classification_head", "classifier")),
     spaces={RESIDUAL: Space(SignedPermutation), "classifier": Space(SignedPermutation)},
+    features={"t5": AfterTanh("classification_head.dense"), "mt5": UNMEASURED},
 )

@@ -1,23 +1,20 @@
-"""ALBERT: layers that share parameters are described once; embeddings have fewer
-dimensions.
-"""
+"""ALBERT: layers that share parameters are described once; embeddings are smaller."""
 
 from __future__ import annotations
 
 from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, linear, norm
-from fedrot.symmetry.describe.task_heads import masked_lm
-from fedrot.symmetry.families.encoders.bert import KINDS, embeddings
+from fedrot.symmetry.describe.task_heads import AfterTanh, masked_lm
+from fedrot.symmetry.families.encoders.bert import TABLES, embeddings
 from fedrot.symmetry.signs import SignedPermutation
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
-    projections = Projections.separate(
-        f"{p}attention.", ("query", "key", "value", "dense")
-    )
-    up, down = Units(f"{p}ffn"), Units(f"{p}ffn_output")
+    modules = "query key value dense"
+    projections = Projections.separate(f"{p}attention.", modules)
+    up, down = units(p, "ffn ffn_output")
     return together(
         attention(p, Heads.of(config), projections),
         norm(f"{p}attention.LayerNorm"),
@@ -31,7 +28,7 @@ FAMILY = Family(
     model_types=("albert",),
     stream=POST_NORM,
     body=(
-        embeddings(KINDS, "embedding"),
+        embeddings(TABLES, "embedding"),
         linear("encoder.embedding_hidden_mapping_in", RESIDUAL, "embedding"),
         Stack(
             "encoder.albert_layer_groups",
@@ -48,4 +45,5 @@ FAMILY = Family(
     ),
     spaces={"pooler": Space(SignedPermutation, present="pooler.weight")},
     inside=("pooler",),
+    features=AfterTanh("pooler"),
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, units
 from fedrot.symmetry.describe.spaces import (
     RESIDUAL,
     Axes,
@@ -16,23 +16,36 @@ from fedrot.symmetry.describe.spaces import (
     merged,
     norm,
 )
-from fedrot.symmetry.describe.task_heads import POOLED, POOLER, ROBERTA, masked_lm
+from fedrot.symmetry.describe.task_heads import (
+    AFTER_DENSE,
+    AFTER_POOLER,
+    POOLED,
+    POOLER,
+    ROBERTA,
+    masked_lm,
+)
 from fedrot.symmetry.signs import SignedPermutation
 
 
-def embeddings(kinds: Sequence[str], space: str = RESIDUAL) -> Axes:
+def embeddings(tables: Sequence[str], space: str = RESIDUAL) -> Axes:
     """Return tables of embeddings, and the norm after them."""
-    tables = (embedding(f"embeddings.{kind}_embeddings", space) for kind in kinds)
-    return merged(*tables, norm("embeddings.LayerNorm", space))
+    axes = (embedding(f"embeddings.{name}_embeddings", space) for name in tables)
+    return merged(*axes, norm("embeddings.LayerNorm", space))
 
 
 #: The tables of BERT's embeddings.
-KINDS = ("word", "position", "token_type")
+TABLES = ("word", "position", "token_type")
+
+#: The spaces of BERT's and RoBERTa's task heads, where a model has them.
+SPACES = {
+    "pooler": Space(SignedPermutation, present=POOLER),
+    "classifier": Space(SignedPermutation),
+}
 
 
 def neurons(config: Config, p: str) -> Block:
     """Return the feed-forward block of a layer, and the norm after it."""
-    up, down = Units(f"{p}intermediate.dense"), Units(f"{p}output.dense")
+    up, down = units(p, "intermediate.dense output.dense")
     return together(
         feed_forward(p, config["intermediate_size"], up, down),
         norm(f"{p}output.LayerNorm"),
@@ -41,7 +54,7 @@ def neurons(config: Config, p: str) -> Block:
 
 def layer(config: Config, names: Names, p: str) -> Block:
     """Return one layer."""
-    modules = ("self.query", "self.key", "self.value", "output.dense")
+    modules = "self.query self.key self.value output.dense"
     projections = Projections.separate(f"{p}attention.", modules)
     return together(
         attention(p, Heads.of(config), projections),
@@ -55,7 +68,7 @@ FAMILY = Family(
     model_types=("bert", "roberta", "xlm-roberta", "camembert"),
     stream=POST_NORM,
     body=(
-        embeddings(KINDS),
+        embeddings(TABLES),
         Stack("encoder.layer", "num_hidden_layers", layer),
     ),
     task_heads=(
@@ -64,9 +77,12 @@ FAMILY = Family(
         linear("cls.seq_relationship", None, "pooler"),
         masked_lm("cls.predictions.transform", "LayerNorm", "cls.predictions.decoder"),
     ),
-    spaces={
-        "pooler": Space(SignedPermutation, present=POOLER),
-        "classifier": Space(SignedPermutation),
-    },
+    spaces=SPACES,
     inside=("pooler",),
+    features={
+        "bert": AFTER_POOLER,
+        "roberta": AFTER_DENSE,
+        "xlm-roberta": AFTER_DENSE,
+        "camembert": AFTER_DENSE,
+    },
 )

@@ -1,6 +1,4 @@
-"""CLIP: two pre-norm towers, for texts and for images, each with its own residual
-stream.
-"""
+"""CLIP: two pre-norm towers, for texts and images, each with its residual stream."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from fedrot.symmetry.describe.family import (
     Config,
     Family,
     Names,
+    Piece,
     Stack,
     When,
 )
@@ -20,32 +19,25 @@ from fedrot.symmetry.describe.layers import (
     attention,
     feed_forward,
     last_norm,
-    pre_norm,
-    together,
+    pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, units
 from fedrot.symmetry.describe.spaces import Axes, embedding, linear, norm
-from fedrot.symmetry.describe.task_heads import read_out
+from fedrot.symmetry.describe.task_heads import Unbounded, read_out
 
-_TEXT, _IMAGE = "text", "image"
+_TEXT = "text"
+_IMAGE = "image"
 
 
 def _layer(config: Config, names: Names, p: str, space: str) -> Block:
-    projections = Projections.separate(
-        f"{p}self_attn.", ("q_proj", "k_proj", "v_proj", "out_proj")
-    )
-    up, down = Units(f"{p}mlp.fc1"), Units(f"{p}mlp.fc2")
-    return together(
-        pre_norm(
-            f"{p}layer_norm1",
-            attention(p, Heads.of(config), projections, space=space),
-            space=space,
-        ),
-        pre_norm(
-            f"{p}layer_norm2",
-            feed_forward(p, config["intermediate_size"], up, down, space=space),
-            space=space,
-        ),
+    projections = Projections.separate(f"{p}self_attn.", Q_K_V_OUT)
+    neurons = config["intermediate_size"]
+    up, down = units(p, "mlp.fc1 mlp.fc2")
+    return pre_normed(
+        p,
+        space,
+        layer_norm1=attention(p, Heads.of(config), projections, space=space),
+        layer_norm2=feed_forward(p, neurons, up, down, space=space),
     )
 
 
@@ -55,7 +47,7 @@ def _stack(p: str, section: str, space: str) -> Stack:
     )
 
 
-def _text(p: str = "", section: str = "") -> tuple[Axes | Block | Stack, ...]:
+def _text(p: str = "", section: str = "") -> tuple[Piece, ...]:
     return (
         embedding(f"{p}embeddings.token_embedding", _TEXT),
         embedding(f"{p}embeddings.position_embedding", _TEXT),
@@ -64,7 +56,7 @@ def _text(p: str = "", section: str = "") -> tuple[Axes | Block | Stack, ...]:
     )
 
 
-def _image(p: str = "", section: str = "") -> tuple[Axes | Block | Stack, ...]:
+def _image(p: str = "", section: str = "") -> tuple[Piece, ...]:
     return (
         {
             f"{p}embeddings.class_embedding": (_IMAGE,),
@@ -83,6 +75,7 @@ def _has_text(config: Config, names: Names) -> bool:
 
 _TEXT_HEADS: Axes = linear("text_projection", None, _TEXT)
 _IMAGE_HEADS = read_out(_IMAGE, "visual_projection classifier")
+_IMAGE_FEATURES = Unbounded("the classifier of images reads the stream without a norm")
 
 FAMILY = Family(
     name="clip",
@@ -93,6 +86,7 @@ FAMILY = Family(
     ),
     task_heads=(_TEXT_HEADS, _IMAGE_HEADS, {"logit_scale": ()}),
     stream=f"text {ROTATED}, image {NORM_IN_FRONT}",
+    features=_IMAGE_FEATURES,
 )
 
 TEXT_FAMILY = Family(
@@ -100,6 +94,7 @@ TEXT_FAMILY = Family(
     model_types=("clip_text_model",),
     body=_text(),
     task_heads=(_TEXT_HEADS,),
+    features=Unbounded("texts have no classifier"),
 )
 
 IMAGE_FAMILY = Family(
@@ -108,4 +103,5 @@ IMAGE_FAMILY = Family(
     body=_image(),
     task_heads=(_IMAGE_HEADS,),
     stream=NORM_IN_FRONT,
+    features=_IMAGE_FEATURES,
 )

@@ -18,9 +18,14 @@ from fedrot.symmetry.describe.family import (
     optional,
 )
 from fedrot.symmetry.describe.layers import Block, attention, together
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, Units, units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding, norm
-from fedrot.symmetry.describe.task_heads import POOLED, POOLER, masked_lm
+from fedrot.symmetry.describe.task_heads import (
+    OPEN_ACTIVATION,
+    POOLED,
+    POOLER,
+    masked_lm,
+)
 from fedrot.symmetry.families.encoders.bert import neurons
 
 _SMALL = "embeddings.embed_proj.weight"
@@ -35,29 +40,26 @@ def _relative(config: Config, kind: str) -> bool:
 
 
 def _projections(config: Config, p: str, heads: Heads) -> Projections:
-    q, output = f"{p}attention.self.", Units(f"{p}attention.output.dense")
+    q = f"{p}attention.self."
+    output = Units(f"{p}attention.output.dense")
     first = config["model_type"] == "deberta"
     if first:
-        found = Projections.fused(
-            f"{q}in_proj", heads, output, bias=False, by_head=True
-        )
-        query, value = (
-            replace(found.query, bias=f"{q}q_bias"),
-            replace(found.value, bias=f"{q}v_bias"),
-        )
-        found = replace(found, query=query, value=value)
-        queries, keys = Units(f"{q}pos_q_proj"), Units(f"{q}pos_proj", bias=False)
+        fused = f"{q}in_proj"
+        content = Projections.fused(fused, heads, output, bias=False, by_head=True)
+        query = replace(content.query, bias=f"{q}q_bias")
+        value = replace(content.value, bias=f"{q}v_bias")
+        content = replace(content, query=query, value=value)
+        queries = Units(f"{q}pos_q_proj")
+        keys = Units(f"{q}pos_proj", bias=False)
     else:
-        query, key, value = (
-            Units(f"{q}{name}_proj") for name in ("query", "key", "value")
-        )
-        found = Projections(query, key, value, output)
-        queries, keys = Units(f"{q}pos_query_proj"), Units(f"{q}pos_key_proj")
-    own = first or not config.get("share_att_key", False)
+        query, key, value = units(q, "query_proj key_proj value_proj")
+        content = Projections(query, key, value, output)
+        queries, keys = units(q, "pos_query_proj pos_key_proj")
+    separate = first or not config.get("share_att_key", False)
     return replace(
-        found,
-        queries=(queries,) if own and _relative(config, "p2c") else (),
-        keys=(keys,) if own and _relative(config, "c2p") else (),
+        content,
+        queries=(queries,) if separate and _relative(config, "p2c") else (),
+        keys=(keys,) if separate and _relative(config, "c2p") else (),
         key_bias_seen=_relative(config, "p2c"),
     )
 
@@ -113,4 +115,5 @@ FAMILY = Family(
         ),
     ),
     spaces={"embedding": Space(present=_SMALL), "pooler": Space(present=POOLER)},
+    features=OPEN_ACTIVATION,
 )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, linear, norm
-from fedrot.symmetry.families.encoders.bert import KINDS, embeddings
+from fedrot.symmetry.describe.task_heads import OPEN_ACTIVATION
+from fedrot.symmetry.families.encoders.bert import TABLES, embeddings
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
-    projections = Projections.separate(
-        f"{p}attention.", ("q_lin", "k_lin", "v_lin", "out_lin")
-    )
-    up, down = Units(f"{p}ffn.lin1"), Units(f"{p}ffn.lin2")
+    modules = "q_lin k_lin v_lin out_lin"
+    projections = Projections.separate(f"{p}attention.", modules)
+    up, down = units(p, "ffn.lin1 ffn.lin2")
     return together(
         attention(p, Heads.of(config, "n_heads", "dim"), projections),
         norm(f"{p}sa_layer_norm"),
@@ -27,7 +27,7 @@ FAMILY = Family(
     model_types=("distilbert",),
     stream=POST_NORM,
     body=(
-        embeddings(KINDS[:2]),
+        embeddings(TABLES[:2]),
         Stack("transformer.layer", "n_layers", _layer),
     ),
     task_heads=(
@@ -41,4 +41,5 @@ FAMILY = Family(
         linear("vocab_projector", None, RESIDUAL),
     ),
     spaces={"pre_classifier": Space(present="pre_classifier.weight")},
+    features=OPEN_ACTIVATION,
 )

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from fedrot.symmetry.describe.family import POST_NORM, Family, Stack, optional
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, linear
-from fedrot.symmetry.describe.task_heads import masked_lm, read_out, two_layers
-from fedrot.symmetry.families.encoders.bert import KINDS, embeddings, layer
+from fedrot.symmetry.describe.task_heads import (
+    OPEN_ACTIVATION,
+    masked_lm,
+    read_out,
+    two_layers,
+)
+from fedrot.symmetry.families.encoders.bert import TABLES, embeddings, layer
 
 FAMILY = Family(
     name="electra",
     model_types=("electra",),
     stream=POST_NORM,
     body=(
-        embeddings(KINDS, "embedding"),
+        embeddings(TABLES, "embedding"),
         *optional(linear("embeddings_project", RESIDUAL, "embedding")),
         Stack("encoder.layer", "num_hidden_layers", layer),
     ),
@@ -27,4 +32,5 @@ FAMILY = Family(
         ),
     ),
     spaces={"embedding": Space(present="embeddings_project.weight")},
+    features=OPEN_ACTIVATION,
 )

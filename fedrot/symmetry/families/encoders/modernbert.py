@@ -1,6 +1,4 @@
-"""ModernBERT: a pre-norm encoder with fused projections, rotary positions and gated
-feed-forward.
-"""
+"""ModernBERT: fused projections, rotary positions and a gated feed-forward."""
 
 from __future__ import annotations
 
@@ -10,14 +8,17 @@ from fedrot.symmetry.describe.family import NORM_IN_FRONT, Config, Family, Names
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding, linear, norm
-from fedrot.symmetry.describe.task_heads import read_out
+from fedrot.symmetry.describe.task_heads import UNMEASURED, read_out
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
-    heads, neurons = Heads.of(config), config["intermediate_size"]
-    bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
+    heads = Heads.of(config)
+    neurons = config["intermediate_size"]
+    bias = config.get("attention_bias", False)
+    mlp_bias = config.get("mlp_bias", False)
     gate, up = (Units(f"{p}mlp.Wi", mlp_bias, start) for start in (0, neurons))
-    output, down = Units(f"{p}attn.Wo", bias), Units(f"{p}mlp.Wo", mlp_bias)
+    down = Units(f"{p}mlp.Wo", mlp_bias)
+    output = Units(f"{p}attn.Wo", bias)
     projections = Projections.fused(f"{p}attn.Wqkv", heads, output, bias)
     return together(
         # The first layer has no norm: it reads the embeddings' norm.
@@ -46,4 +47,5 @@ FAMILY = Family(
     # The decoder is tied to the embeddings' table; a classifier reads its own hidden
     # units.
     spaces={"head": Space(absent="decoder.weight")},
+    features=UNMEASURED,
 )

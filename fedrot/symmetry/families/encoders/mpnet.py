@@ -5,16 +5,20 @@ from __future__ import annotations
 from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack
 from fedrot.symmetry.describe.layers import Block, attention, together
 from fedrot.symmetry.describe.projections import Heads, Projections
-from fedrot.symmetry.describe.spaces import Space, norm
-from fedrot.symmetry.describe.task_heads import POOLED, POOLER, ROBERTA
-from fedrot.symmetry.families.encoders.bert import KINDS, embeddings, neurons
-from fedrot.symmetry.signs import SignedPermutation
+from fedrot.symmetry.describe.spaces import norm
+from fedrot.symmetry.describe.task_heads import AFTER_DENSE, POOLED, ROBERTA
+from fedrot.symmetry.families.encoders.bert import (
+    SPACES,
+    TABLES,
+    embeddings,
+    neurons,
+)
 
 _ORDER = "encoder.heads"
 
 
 def _layer(config: Config, names: Names, p: str) -> tuple[Block, Block]:
-    projections = Projections.separate(f"{p}attention.attn.", "qkvo")
+    projections = Projections.separate(f"{p}attention.attn.", "q k v o")
     return (
         attention(p, Heads.of(config), projections, order=_ORDER),
         together(norm(f"{p}attention.LayerNorm"), neurons(config, p)),
@@ -26,7 +30,7 @@ FAMILY = Family(
     model_types=("mpnet",),
     stream=POST_NORM,
     body=(
-        embeddings(KINDS[:2]),
+        embeddings(TABLES[:2]),
         Stack(
             "encoder.layer",
             "num_hidden_layers",
@@ -36,9 +40,7 @@ FAMILY = Family(
         ),
     ),
     task_heads=(POOLED, ROBERTA),
-    spaces={
-        "pooler": Space(SignedPermutation, present=POOLER),
-        "classifier": Space(SignedPermutation),
-    },
+    spaces=SPACES,
     inside=("pooler",),
+    features=AFTER_DENSE,
 )

@@ -8,30 +8,26 @@ from fedrot.symmetry.describe.layers import (
     attention,
     feed_forward,
     last_norm,
-    pre_norm,
-    together,
+    pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
+from fedrot.symmetry.describe.projections import Heads, Projections, units
 from fedrot.symmetry.describe.spaces import RESIDUAL, linear
-from fedrot.symmetry.describe.task_heads import read_out
+from fedrot.symmetry.describe.task_heads import UNMEASURED, AfterNorm, read_out
 
 _TOKEN = (None, None, RESIDUAL)
 _PATCHES = "embeddings.patch_embeddings.projection"
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
-    modules = ("q_proj", "k_proj", "v_proj", "o_proj")
+    modules = "q_proj k_proj v_proj o_proj"
     bias = config.get("qkv_bias", True)
-    projections = Projections.separate(
-        f"{p}attention.", modules, bias, output_bias=True
-    )
-    up, down = Units(f"{p}mlp.fc1"), Units(f"{p}mlp.fc2")
-    return together(
-        pre_norm(f"{p}layernorm_before", attention(p, Heads.of(config), projections)),
-        pre_norm(
-            f"{p}layernorm_after",
-            feed_forward(p, config["intermediate_size"], up, down),
-        ),
+    attended = f"{p}attention."
+    projections = Projections.separate(attended, modules, bias, output_bias=True)
+    up, down = units(p, "mlp.fc1 mlp.fc2")
+    return pre_normed(
+        p,
+        layernorm_before=attention(p, Heads.of(config), projections),
+        layernorm_after=feed_forward(p, config["intermediate_size"], up, down),
     )
 
 
@@ -57,4 +53,5 @@ FAMILY = Family(
         {"embeddings.mask_token": _TOKEN},
     ),
     inside=("pooler",),
+    features={"vit": AfterNorm("vit.layernorm"), "deit": UNMEASURED},
 )

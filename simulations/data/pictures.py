@@ -1,0 +1,201 @@
+"""Images as inputs of models: ``encoded_images`` loads and encodes them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+from fedrot.simulations.data.encode import Batch, Encoded
+from fedrot.simulations.data.labels import DataSet, Rows, Split, label_columns, labelled
+from fedrot.simulations.data.read import Content, find, refuse
+from fedrot.simulations.pretrained import pretrained_settings, source_of
+from fedrot.simulations.scenario import Scenario
+
+#: Largest side of a small model's images, in pixels; larger images are scaled down.
+LARGEST_SIDE = 64
+BILINEAR = Image.Resampling.BILINEAR
+IMAGE: Content = (
+    "image file",
+    ("image", "img"),
+    lambda kind: "binary" in str(kind),
+)
+
+
+@dataclass(frozen=True)
+class EncodedImages(Encoded):
+    """Images, of which batches have standardised ``pixel_values``.
+
+    These are float32 ``[rows, channels, side, side]``.
+
+    Attributes:
+        pixels: uint8 ``[rows, side, side, channels]``.
+        mean, deviation: mean and standard deviation of each channel, for values in [0,
+            1].
+    """
+
+    pixels: Any
+    mean: Sequence[float]
+    deviation: Sequence[float]
+
+    def batch(self, rows: np.ndarray) -> Batch:
+        mean = np.array(self.mean, dtype=np.float32)
+        deviation = np.array(self.deviation, dtype=np.float32)
+        values = self.pixels[rows] / np.float32(255)
+        values = (values - mean) / deviation
+        channels_first = values.transpose(0, 3, 1, 2).copy()
+        return {"pixel_values": torch.from_numpy(channels_first)}
+
+
+def encoded_images(
+    scenario: Scenario,
+) -> tuple[DataSet, EncodedImages, EncodedImages]:
+    """Load images for a model's size, and encode them.
+
+    They are standardised by the numbers of the model's processor, or by one half.
+
+    Without a model, their side is that of the largest image, at most ``LARGEST_SIDE``;
+    above 8 it is a multiple of 4, since patches cannot divide a prime number. There is
+    one channel if all are grey.
+    """
+    side = 0
+    channels = 0
+    processor: Mapping[str, Any] = {}
+    if scenario.model is not None:
+        side, channels, processor = _model_reads(scenario.model)
+    source = find(scenario.data, scenario.data_dir)
+    column = source.column(IMAGE, scenario.text_column)
+
+    def read(rows: Rows) -> list[list[Image.Image]]:
+        return [_images(rows, column, side or LARGEST_SIDE)]
+
+    labels = label_columns(source, scenario)
+    data = labelled(
+        source,
+        scenario,
+        labels,
+        [column],
+        read,
+    )
+    images = [*data.train.inputs, *data.test.inputs]
+    if not side:
+        side = max(max(image.size) for image in images)
+        if side > 8:
+            side = -(-side // 4) * 4
+    if not channels:
+        grey = all(image.mode == "L" for image in images)
+        channels = 1 if grey else 3
+    data = replace(data, side=side, channels=channels)
+    mean = (processor.get("image_mean") or (0.5,))[:channels]
+    deviation = (processor.get("image_std") or (0.5,))[:channels]
+    train, test = (
+        EncodedImages(split.labels, _pixels(data, split), mean, deviation)
+        for split in (data.train, data.test)
+    )
+    return data, train, test
+
+
+def _model_reads(model: str) -> tuple[int, int, Mapping[str, Any]]:
+    """Return side and channels of a model's images, and its processor's settings."""
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    settings = pretrained_settings(model)
+    side = getattr(settings, "image_size", None)
+    channels = getattr(settings, "num_channels", 3)
+    if not isinstance(side, int) or channels not in (1, 3):
+        refuse(
+            f"model '{model}'",
+            f"takes no square images of 1 or 3 channels (image_size {side}, "
+            f"{channels} channels)",
+            "choose a vision transformer, or another task",
+        )
+    processor: Mapping[str, Any] = {}
+    with suppress(OSError):  # saved without a processor
+        # Not the processor itself, which needs torchvision.
+        processor, _ = ImageProcessingMixin.get_image_processor_dict(source_of(model))
+    return side, channels, processor
+
+
+def _pixels(data: DataSet, split: Split) -> np.ndarray:
+    """Return the images of a split, uint8 ``[rows, side, side, channels]``."""
+    mode = "L" if data.channels == 1 else "RGB"
+    size = (data.side, data.side)
+    images = []
+    for image in split.inputs:
+        converted = image.convert(mode)
+        images.append(converted.resize(size, BILINEAR))
+    return np.stack(images).reshape(-1, *size, data.channels)
+
+
+def _images(
+    rows: Rows,
+    column: str,
+    bound: int,
+) -> list[Image.Image]:
+    """Return grey (L) or coloured (RGB) images without a side above ``bound``."""
+    images = []
+    for number, value in zip(rows.numbers, rows.table[column], strict=True):
+        content: Any = value.as_py()
+        path = None
+        if isinstance(content, dict):
+            path = content.get("path")
+            content = content.get("bytes")
+        file: Any = path if content is None else io.BytesIO(content)
+        try:
+            image = _image(file)
+        except Exception as error:  # Pillow raises many unrelated kinds
+            where = f"{rows.where}, row {number}"
+            if path and content is None:
+                where = path
+            refuse(
+                where,
+                f"cannot be read as an image ({error})",
+                "remove it or replace it",
+            )
+        size = (min(image.width, bound), min(image.height, bound))
+        images.append(image.resize(size, BILINEAR))
+    return images
+
+
+def _image(file: Any) -> Image.Image:
+    with Image.open(file) as image:
+        image.load()
+        # Damaged EXIF is no reason to refuse a picture.
+        with suppress(Exception):
+            ImageOps.exif_transpose(image, in_place=True)
+        if image.mode[0] in "IF":
+            return _own_range(image)
+        return _on_white(image)
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    mode = "L" if image.mode in ("1", "L", "LA", "La") else "RGB"
+    if image.has_transparency_data:
+        # Pillow converts premultiplied grey (La) to LA alone.
+        shown = image.convert("LA") if image.mode == "La" else image
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, shown.convert("RGBA"))
+    return image.convert(mode)
+
+
+def _own_range(image: Image.Image) -> Image.Image:
+    """Scale 16 bits, or numbers between the smallest and the largest finite one."""
+    values = np.asarray(image)
+    if image.mode.startswith("I;") or (
+        image.mode == "I" and image.format in ("PPM", "PNG")
+    ):
+        return Image.fromarray((values >> 8).astype(np.uint8))
+    values = values.astype(np.float64)
+    finite = values[np.isfinite(values)]
+    low = finite.min() if finite.size else 0
+    high = finite.max() if finite.size else 0
+    known = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
+    shares = (known - low) / ((high - low) or 1)
+    pixels = np.rint(255 * shares)
+    return Image.fromarray(pixels.astype(np.uint8))

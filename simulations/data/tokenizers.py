@@ -1,0 +1,43 @@
+"""Tokenizers: the bundled one, and those of pretrained models."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from fedrot.simulations.data.read import refuse
+from fedrot.simulations.pretrained import loading, source_of
+from fedrot.simulations.scenario import Scenario
+
+
+@lru_cache(maxsize=1)
+def bundled_tokenizer() -> Tokenizer:
+    """Return the package's uncased WordPiece tokenizer, trained on GoEmotions.
+
+    Texts become ``[CLS] A [SEP]``, pairs ``[CLS] A [SEP] B [SEP]`` with type ids 0 and
+    1. The object is shared: copy it before enabling padding or truncation. See
+    ``tests/simulations/data/wordpiece.py``.
+    """
+    folder = Path(__file__).with_name("bundled")
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def tokenizer_for(scenario: Scenario) -> Tokenizer:
+    """Return the bundled tokenizer, or that of the pretrained model."""
+    if scenario.model is None:
+        return bundled_tokenizer()
+    from transformers import AutoTokenizer
+
+    with loading(scenario.model):
+        tokenizer = AutoTokenizer.from_pretrained(source_of(scenario.model))
+        special = set(tokenizer.all_special_tokens)
+        # Without files of a tokenizer, transformers makes an empty one.
+        if set(tokenizer.get_vocab()) <= special:
+            refuse(
+                f"model '{scenario.model}'",
+                "has no tokenizer",
+                "save tokenizer.json beside it",
+            )
+        return tokenizer.backend_tokenizer

@@ -1,0 +1,88 @@
+"""``Scenario``: the settings of an experiment that do not depend on its strategies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Architecture = Literal["", "bert", "distilbert", "gpt2", "llama", "vit"]
+
+
+class Scenario(BaseModel):
+    """Data, task, models and clients, on which an ``Experiment`` compares strategies.
+
+    Readers of data, models, tasks and strategies need no more than this. ``Experiment``
+    adds strategies, seeds and training, and checks all values.
+    """
+
+    # Help needs the fields alone: what validates them is built at first use.
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    name: str = Field(
+        "", description="In tables and rows; default: data, partition and task."
+    )
+    data: str = Field(
+        "", description="File, folder, bundled or hub name; several: domains."
+    )
+    unseen_data: str = Field("", description="Data of further domains, for tests only.")
+    task: str = Field(
+        "classification", description="classification, mlm, clm, ner or image."
+    )
+    data_dir: Path | None = Field(
+        None, description="Folder in which names of data are looked up."
+    )
+    text_column: str | None = Field(
+        None, description="Of the text (a,b: pairs), words or image."
+    )
+    label_column: str | None = Field(None, description="Of the label or the tags.")
+    label_kind: Literal["", "single", "multi", "regression"] = Field(
+        "", description="single, multi or regression; default: by the column's type."
+    )
+    train_limit: int | None = Field(None, gt=0, description="Most training rows.")
+    test_limit: int | None = Field(None, gt=0, description="Most test rows.")
+
+    model: str | None = Field(
+        None, description="Folder, hub name, minilm; default: a small new one."
+    )
+    architecture: Architecture = Field(
+        "", description="Of the small model; default: by task."
+    )
+    layers: int = Field(2, gt=0, description="Layers of the small model.")
+    width: int = Field(128, gt=0, description="Hidden size of the small model.")
+    heads: int = Field(4, gt=0, description="Attention heads of the small model.")
+    dropout: float = Field(0.1, ge=0, lt=1, description="Dropout of the small model.")
+    max_length: int = Field(64, gt=3, description="Most tokens of a text.")
+    lora: dict[str, Any] = Field(
+        {},
+        description=(
+            "Of adapters: arguments of PEFT's LoraConfig. A list as r: ranks in turn."
+        ),
+    )
+
+    clients: int = Field(4, gt=0, description="Number of clients.")
+    partition: str = Field(
+        "iid",
+        description=(
+            "iid, dirichlet:ALPHA, pathological:K, keyclass:SHARE, column:NAME."
+        ),
+    )
+    holdout: float = Field(
+        0.1, ge=0, lt=1, description="Share of a client's rows that it holds out."
+    )
+    fraction_train: float = Field(
+        1.0, gt=0, le=1, description="Share of clients in a round."
+    )
+    start: Literal["same", "different", "scrambled"] = Field(
+        "same", description="Clients' first models; scrambled: in other coordinates."
+    )
+
+    @property
+    def ranks(self) -> tuple[Any, ...]:
+        """The ranks of the clients' adapters, in turn, or None.
+
+        The global adapter has the largest.
+        """
+        rank = self.lora.get("r")
+        return tuple(rank) if isinstance(rank, list) and rank else (rank,)

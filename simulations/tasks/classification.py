@@ -1,0 +1,127 @@
+"""Task ``classification``: the label, labels or score of a text or a pair of texts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fedrot.simulations.scenario import Architecture, Scenario
+from fedrot.simulations.tasks.objective import (
+    Batch,
+    EncodedData,
+    Objective,
+    Scores,
+    model_inputs,
+    shortest_first,
+)
+from fedrot.simulations.tasks.registry import register
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor, nn
+
+#: Rows that are evaluated together.
+_ROWS = 128
+
+
+@register
+class Classification(Objective):
+    """Prediction of a row's label, labels or score.
+
+    If texts are of several domains, each domain has its own labels, and labels that a
+    domain lacks (NaN) are left out of loss and scores. The headline metric is then the
+    mean macro F1 of the domains with training rows, ``unseen_macro_f1`` that of the
+    domains without. The loss is the mean over domains with training rows. Domains
+    without an evaluated row have no score.
+    """
+
+    name = "classification"
+    architectures: tuple[Architecture, ...] = ("bert", "distilbert", "gpt2", "llama")
+    auto_model = "SequenceClassification"
+    peft = "SEQ_CLS"
+    classifies = True
+    joins_domains = True
+    reads_pooling = True
+
+    def __init__(self, scenario: Scenario, data: Any) -> None:
+        super().__init__(scenario, data)
+        self.metrics = data.metrics
+        if data.kind == "single":
+            self.metrics += ("ece", "calibrated_loss")
+
+    @staticmethod
+    def read(scenario: Scenario) -> EncodedData:
+        from fedrot.simulations.data.encode import encoded_texts
+        from fedrot.simulations.data.texts import load_domains
+
+        return encoded_texts(scenario, load_domains(scenario))
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        from torch.nn.functional import binary_cross_entropy_with_logits
+
+        if not self.data.domains:
+            return super().loss(model, batch)
+        inputs = model_inputs(model, batch)
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        known = ~labels.isnan()
+        return binary_cross_entropy_with_logits(logits[known], labels[known])
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        encoded: Any,
+        rows: np.ndarray,
+    ) -> Scores:
+        import numpy as np
+
+        from fedrot.simulations.tasks.scores import evaluate_predictions
+
+        order = []
+        outputs = []
+        for places in shortest_first(encoded, rows, _ROWS):
+            batch = model_inputs(model, encoded.batch(rows[places]))
+            outputs.append(model(**batch).logits.float().numpy())
+            order.append(places)
+        logits = np.concatenate(outputs)[np.argsort(np.concatenate(order))]
+        labels = encoded.labels[rows]
+        if self.data.domains:
+            domains = np.array(encoded.domains)[rows]
+            return self._by_domain(domains, logits, labels)
+        return evaluate_predictions(self.data.kind, self.metrics, logits, labels)
+
+    def _by_domain(
+        self,
+        domains: np.ndarray,
+        logits: np.ndarray,
+        labels: np.ndarray,
+    ) -> Scores:
+        """Return the scores of each domain, and their means.
+
+        ``domains`` has the domain of each row.
+        """
+        import numpy as np
+
+        from fedrot.simulations.data.texts import SEEN, UNSEEN, metric_of
+        from fedrot.simulations.tasks.scores import evaluate_predictions
+
+        if not np.isfinite(logits).all():
+            return self.diverged()
+        scores = {}
+        losses: dict[str, list[float]] = {SEEN: [], UNSEEN: []}
+        values: dict[str, list[float]] = {SEEN: [], UNSEEN: []}
+        for domain in dict.fromkeys(domains):
+            inside = domains == domain
+            known = ~np.isnan(labels[inside][0])
+            result = evaluate_predictions(
+                self.data.kind,
+                ("macro_f1",),
+                logits[inside][:, known],
+                labels[inside][:, known],
+            )
+            scores[metric_of(domain)] = result["macro_f1"]
+            group = SEEN if domain in self.data.domains else UNSEEN
+            values[group].append(result["macro_f1"])
+            losses[group].append(result["loss"])
+        means = {name: float(np.mean(group)) for name, group in values.items() if group}
+        loss = float(np.mean(losses[SEEN] or losses[UNSEEN]))
+        return {**means, **scores, "loss": loss}

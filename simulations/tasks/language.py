@@ -1,0 +1,247 @@
+"""Tasks ``mlm`` and ``clm``: language modelling, masked and causal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fedrot.errors import FedrotError
+from fedrot.simulations.data import IGNORED
+from fedrot.simulations.scenario import Scenario
+from fedrot.simulations.tasks.objective import (
+    Batch,
+    EncodedData,
+    Objective,
+    Scores,
+    model_inputs,
+    rows_with,
+    shortest_first,
+)
+from fedrot.simulations.tasks.registry import register
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor, nn
+
+#: Share of a row's ordinary tokens that is predicted; at least one token is.
+SHARE = 0.15
+#: In training, the share of predicted tokens that are replaced by the mask.
+MASKED = 0.8
+#: In training, the share of predicted tokens that are replaced by a random token.
+RANDOM = 0.1
+#: Rows that are evaluated together: as a pretrained decoder's logits, 16 rows need 200
+#: MB.
+_ROWS = 16
+_EVALUATION_SEED = 15
+
+
+class LanguageModelling(Objective):
+    """Prediction of tokens; labels of the data set are not used.
+
+    The headline metric is the perplexity: ``exp`` of the loss, which is the mean
+    negative log likelihood of all predicted tokens of all rows. ``shifted``: a token is
+    predicted at the one before it.
+    """
+
+    uses_labels = False
+    shifted = False
+
+    @staticmethod
+    def read(scenario: Scenario) -> EncodedData:
+        from fedrot.simulations.data.encode import encoded_texts
+        from fedrot.simulations.data.texts import load_texts
+
+        return encoded_texts(scenario, load_texts(scenario))
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(*self._predictions(model, batch))
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        encoded: Any,
+        rows: np.ndarray,
+    ) -> Scores:
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        surprise = torch.zeros((), dtype=torch.float64)
+        hits = 0
+        tokens = 0
+        for places in shortest_first(encoded, rows, _ROWS):
+            batch = self.batch(encoded, rows[places])
+            logits, labels = self._predictions(model, batch)
+            losses = cross_entropy(logits.float(), labels, reduction="none")
+            surprise += losses.double().sum()
+            hits += int((logits.argmax(dim=1) == labels).sum())
+            tokens += len(labels)
+        loss = surprise / tokens
+        if not torch.isfinite(loss):
+            return self.diverged()
+        values = (float(loss.exp()), hits / tokens)
+        # A causal model has no accuracy among its metrics.
+        scores = dict(zip(self.metrics, values, strict=False))
+        return {**scores, "loss": float(loss)}
+
+    def _predictions(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the logits at labelled tokens, and the labels.
+
+        They are ``[labels, vocabulary]`` and ``[labels]``.
+        """
+        from torch.nn.functional import pad
+
+        inputs = model_inputs(model, batch)
+        labels = inputs.pop("labels")
+        if self.shifted:
+            labels = pad(labels[:, 1:], (0, 1), value=IGNORED)
+        labelled = labels != IGNORED
+        # The output layer, most of a small model's work, is applied only there.
+        output = model.get_output_embeddings()
+        with output.register_forward_pre_hook(lambda _, states: (states[0][labelled],)):
+            logits = model(**inputs).logits
+        return logits, labels[labelled]
+
+
+@register
+class MaskedLanguageModelling(LanguageModelling):
+    """Prediction of the masked tokens of a row.
+
+    The headline metric is the pseudo-perplexity of Verma & Elbayad (2024), equation 11.
+    Training hides tokens as BERT's: 80 % become the mask, 10 % a random ordinary token,
+    10 % stay. In evaluation all become the mask, and every call hides the same tokens
+    of a row of the data set.
+
+    Attributes:
+        mask: id of the tokenizer's mask token.
+        special, ordinary: ids of special tokens, with the mask, and of all others that
+            the model has.
+    """
+
+    name = "mlm"
+    architectures = ("bert", "distilbert")
+    auto_model = "MaskedLM"
+    metrics = ("pseudo_perplexity", "accuracy")
+
+    def __init__(self, scenario: Scenario, data: Any) -> None:
+        import numpy as np
+
+        from fedrot.simulations.data.read import DataError
+        from fedrot.simulations.data.tokenizers import tokenizer_for
+        from fedrot.simulations.models import settings_of
+
+        super().__init__(scenario, data)
+        tokenizer = tokenizer_for(scenario)
+        vocabulary = tokenizer.get_vocab()
+        usual = ("[MASK]", "<mask>")
+        masks = [vocabulary[token] for token in usual if token in vocabulary]
+        if not masks:
+            raise DataError(
+                "the model's tokenizer has no mask token ([MASK] or <mask>), which "
+                "task 'mlm' needs; choose another model, or task 'classification'"
+            )
+        self.mask = masks[0]
+        added = tokenizer.get_added_tokens_decoder().items()
+        special = [number for number, token in added if token.special]
+        self.special = np.unique([self.mask, *special])
+        ordinary = np.setdiff1d([*vocabulary.values()], self.special)
+        # A tokenizer may have tokens without an embedding.
+        embedded = ordinary < settings_of(scenario, data).vocab_size
+        self.ordinary = ordinary[embedded]
+
+    def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
+        """Return the rows with an ordinary token.
+
+        Empty texts and unknown characters have none.
+        """
+        special = {*self.special}
+        return rows_with(rows, lambda row: not special.issuperset(encoded.ids[row]))
+
+    def batch(
+        self,
+        encoded: Any,
+        rows: np.ndarray,
+        rng: np.random.Generator | None = None,
+    ) -> Batch:
+        """Return rows with a ``SHARE`` of ordinary tokens hidden, at least one."""
+        import numpy as np
+        import torch
+
+        batch = encoded.batch(rows)
+        ids = batch["input_ids"].numpy()
+        if rng is None:
+            # A row's own generator: what is hidden does not depend on the batch.
+            seeds = [[_EVALUATION_SEED, int(row)] for row in rows]
+            generators = map(np.random.default_rng, seeds)
+            scores = np.stack([each.random(ids.shape[1]) for each in generators])
+            shown = np.full_like(ids, self.mask)
+        else:
+            scores = rng.random(ids.shape)
+            fate = rng.random(ids.shape)
+            words = rng.choice(self.ordinary, ids.shape)
+            fates = [fate < MASKED, fate < MASKED + RANDOM]
+            shown = np.select(fates, [self.mask, words], ids)
+        padding = batch["attention_mask"].numpy() != 1
+        fixed = np.isin(ids, self.special) | padding
+        counts = (~fixed).sum(axis=1)
+        wanted = np.maximum(1, np.rint(SHARE * counts))
+        wanted = np.minimum(counts, wanted)
+        order = np.where(fixed, np.inf, scores).argsort(axis=1, kind="stable")
+        ranks = order.argsort(axis=1)
+        hidden = ranks < wanted[:, None]
+        inputs = np.where(hidden, shown, ids)
+        labels = np.where(hidden, ids, IGNORED)
+        return {
+            **batch,
+            "input_ids": torch.from_numpy(inputs),
+            "labels": torch.from_numpy(labels),
+        }
+
+
+@register
+class CausalLanguageModelling(LanguageModelling):
+    """Prediction of each token of a row from those before it.
+
+    The token that ends a text is predicted, too.
+    """
+
+    name = "clm"
+    architectures = ("gpt2", "llama")
+    auto_model = "CausalLM"
+    peft = "CAUSAL_LM"
+    metrics = ("perplexity",)
+    shifted = True
+
+    def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
+        """Return the rows with at least two tokens."""
+        return rows[encoded.lengths(rows) > 1]
+
+    def batch(
+        self,
+        encoded: Any,
+        rows: np.ndarray,
+        rng: np.random.Generator | None = None,
+    ) -> Batch:
+        """Return rows with the tokens as ``labels``.
+
+        As in transformers, these are not shifted.
+        """
+        batch = encoded.batch(rows)
+        padding = batch["attention_mask"] == 0
+        labels = batch["input_ids"].masked_fill(padding, IGNORED)
+        return {**batch, "labels": labels}
+
+    def check(self, model: nn.Module, name: str, batch: Batch) -> None:
+        """Raise ``FedrotError`` if the first token's outputs depend on later tokens."""
+        import torch
+
+        ids = batch["input_ids"]
+        with torch.no_grad():
+            whole = model(input_ids=ids[:, :4]).logits[0, 0]
+            alone = model(input_ids=ids[:, :1]).logits[0, 0]
+        difference = float((whole - alone).abs().max())
+        if difference > 1e-5 * float(alone.abs().max()):
+            raise FedrotError(
+                f"model '{name}' is an encoder: its outputs depend on the tokens that "
+                "task 'clm' predicts; choose a decoder, or task 'mlm'"
+            )

@@ -1,0 +1,137 @@
+"""``Objective``, the base class of tasks: traits, encoding, loss and evaluation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from fedrot.simulations.data import BUNDLED
+from fedrot.simulations.scenario import Architecture, Scenario
+
+# Help reads the traits of tasks: what computes is imported at first use.
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor, nn
+
+Batch: TypeAlias = "dict[str, Tensor]"
+Scores: TypeAlias = dict[str, float]
+#: A data set, and its training and held-out rows as ``data.encode.Encoded``.
+EncodedData: TypeAlias = tuple[Any, Any, Any]
+
+
+class Objective(ABC):
+    """A task: its traits, and for the data of one scenario its loss and evaluation.
+
+    Attributes:
+        name: in ``--task``.
+        architectures: architectures of models from scratch, the default first.
+        auto_model: what the class of transformers that builds models is for:
+            ``AutoModelFor...``.
+        usual_data: the default data set; empty if the user has to name one.
+        peft: PEFT's task type, which decides what is trained beside an adapter; empty:
+            no adapters.
+        classifies: whether models have one output per row, and a task head that can be
+            fitted.
+        uses_labels: whether the labels of the data are read.
+        joins_domains: whether several data sets may be the domains of one task.
+        reads_pooling: whether a sentence-transformers model is pooled as it was saved.
+        metrics: names in the result of ``evaluate``, without ``loss``, the headline
+            metric first.
+    """
+
+    name: str
+    architectures: tuple[Architecture, ...]
+    auto_model: str
+    usual_data: str = BUNDLED
+    peft: str = ""
+    classifies: bool = False
+    uses_labels: bool = True
+    joins_domains: bool = False
+    reads_pooling: bool = False
+    metrics: tuple[str, ...]
+
+    def __init__(self, scenario: Scenario, data: Any) -> None:
+        """Read what the objective needs.
+
+        Raises ``DataError`` if the model does not fit.
+        """
+        self.data = data
+
+    @staticmethod
+    @abstractmethod
+    def read(scenario: Scenario) -> EncodedData:
+        """Return the data set, and its rows encoded for the model.
+
+        Raises ``DataError``.
+        """
+
+    def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
+        """Return the rows that have something to predict; default: all rows."""
+        return rows
+
+    def batch(
+        self,
+        encoded: Any,
+        rows: np.ndarray,
+        rng: np.random.Generator | None = None,
+    ) -> Batch:
+        """Return rows as inputs and ``labels`` of a training step.
+
+        Without ``rng`` they are those of an evaluation.
+        """
+        return {**encoded.batch(rows), "labels": encoded.targets(rows)}
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean loss of a training batch, a scalar with a gradient."""
+        return model(**model_inputs(model, batch)).loss
+
+    @abstractmethod
+    def evaluate(
+        self,
+        model: nn.Module,
+        encoded: Any,
+        rows: np.ndarray,
+    ) -> Scores:
+        """Return the metrics and ``loss`` on one or more usable rows.
+
+        All are NaN if the loss is not finite.
+
+        The model must be in evaluation mode, and gradients must be off. It is called
+        once for a batch.
+        """
+
+    def diverged(self) -> Scores:
+        """Return the result of an evaluation without a loss: NaN for all metrics."""
+        return dict.fromkeys((*self.metrics, "loss"), float("nan"))
+
+    def check(self, model: nn.Module, name: str, batch: Batch) -> None:  # noqa: B027
+        """Raise ``FedrotError`` if a model, in evaluation mode, is not for this task.
+
+        ``name`` is the model's, for the message; ``batch`` is one encoded row.
+        """
+
+
+def rows_with(rows: np.ndarray, has: Callable[[int], bool]) -> np.ndarray:
+    """Return the rows for which ``has`` is true."""
+    import numpy as np
+
+    return rows[np.array([has(row) for row in rows], dtype=bool)]
+
+
+def shortest_first(encoded: Any, rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Yield batches of indices of ``rows``, shortest rows first, for little padding."""
+    order = encoded.lengths(rows).argsort(kind="stable")
+    for start in range(0, len(order), size):
+        yield order[start : start + size]
+
+
+def model_inputs(model: nn.Module, batch: Batch) -> Batch:
+    """Return the inputs, without segments for models that have none.
+
+    DistilBERT, RoBERTa and decoders have none.
+    """
+    inputs = dict(batch)
+    if getattr(model.config, "type_vocab_size", 0) < 2:
+        inputs.pop("token_type_ids", None)
+    return inputs

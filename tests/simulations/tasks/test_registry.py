@@ -1,0 +1,38 @@
+"""The registry of tasks: its names, and what a task of one's own needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedrot.simulations.experiment import Experiment
+from fedrot.simulations.tasks.classification import Classification
+from fedrot.simulations.tasks.registry import TASKS, named_tasks, register
+from tests.simulations.tasks.cases import experiment_of
+
+
+def test_tasks_are_registered_by_their_files() -> None:
+    assert [*TASKS] == ["classification", "mlm", "clm", "ner", "image"]
+    assert all(name == task.name for name, task in TASKS.items())
+    assert named_tasks("classifies") == ["classification", "image"]
+    assert named_tasks("peft") == ["classification", "clm", "ner"]
+
+
+@pytest.mark.parametrize("name", ["wrong", "", ["mlm"], None])
+def test_an_unknown_task_is_refused_with_the_known_ones(name: object) -> None:
+    known = "'classification', 'mlm', 'clm', 'ner' or 'image'"
+    with pytest.raises(ValueError, match=f"Input should be {known}"):
+        Experiment.model_validate({"task": name})
+
+
+def test_a_registered_class_is_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(Classification):
+        name = "mine"
+        architectures = ("distilbert",)
+        usual_data = "notes"
+
+    monkeypatch.setattr("fedrot.simulations.tasks.registry.TASKS", TASKS.copy())
+    monkeypatch.setitem(TASKS, "mine", Mine)
+    assert register(Mine) is Mine
+    experiment = experiment_of("bert", task="mine")
+    assert (experiment.data, experiment.architecture) == ("notes", "distilbert")
+    assert experiment.name == "notes, iid, mine"

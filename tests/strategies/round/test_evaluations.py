@@ -1,0 +1,88 @@
+"""Evaluations of clients: averaged, or left out and named in one line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+
+from fedrot.strategies import FedRot
+from tests.strategies.classifier import SYMMETRY, state
+from tests.strategies.fakes import failure, grid_of
+
+Client = Callable[[Message], Message]
+
+
+def evaluation(**metrics: Any) -> Client:
+    content = RecordDict({"metrics": MetricRecord(metrics)})
+    return lambda message: Message(content, reply_to=message)
+
+
+def without_content(to: Message) -> Message:
+    message = evaluation(rows=1, loss=9.0)(to)
+    message.__dict__["_content"] = None
+    return message
+
+
+def evaluated(
+    strategy: Any, answers: Sequence[Client], again: Sequence[Client] = ()
+) -> Any:
+    """Return the average of the answers; the first client answers again at the end."""
+    grid = grid_of([failure] * len(answers))
+    arrays = ArrayRecord(state())
+    asked = list(strategy.configure_evaluate(1, arrays, ConfigRecord(), grid))
+    sent = [answer(message) for answer, message in zip(answers, asked, strict=True)]
+    sent += [answer(asked[0]) for answer in again]
+    return strategy.aggregate_evaluate(1, iter(sent))
+
+
+FORGED = "crashed\n\x1b[31msecond " * 50_000
+#: Evaluations that are left out, and a word of the line of the log.
+LEFT_OUT = {
+    "nothing": (lambda m: Message(RecordDict(), reply_to=m), "0 MetricRecords"),
+    "no content": (without_content, "Unusable"),
+    "negative": (evaluation(rows=-1, loss=9.0), "'rows' is -1"),
+    "infinite": (evaluation(rows=math.inf, loss=9.0), "'rows' is inf"),
+    "no weight": (evaluation(loss=9.0), "no 'rows'"),
+    "a list": (evaluation(rows=1, loss=[9.0, 9.0], accuracy=1.0), "loss (list of 2)"),
+    "another metric": (evaluation(rows=1, loss=9.0, f1=1.0), "f1"),
+    "NaN of no rows": (evaluation(rows=0, loss=math.nan, accuracy=1.0), "is 0: there"),
+    "Inf of no rows": (evaluation(rows=0.0, loss=1.0, accuracy=math.inf), "is 0.0: "),
+    "failed": (lambda m: Message(Error(1, FORGED), reply_to=m), "crashed"),
+}
+
+
+def test_evaluations_that_cannot_be_averaged_are_left_out_and_named_in_one_line(
+    caplog: Any,
+) -> None:
+    """The others are weighted by the metric that the strategy names, in whatever order
+    theirs are.
+    """
+    good = [
+        evaluation(rows=1, loss=0.0, accuracy=1.0),
+        evaluation(accuracy=0.0, loss=1.0, rows=3),
+        evaluation(rows=0, loss=7.0, accuracy=7.0),
+    ]
+    answers, words = zip(*LEFT_OUT.values(), strict=True)
+    strategy = FedRot(SYMMETRY, weighted_by_key="rows")
+    with caplog.at_level("INFO", logger="flwr"):
+        again = [evaluation(rows=100, loss=9.0), failure]
+        mean = evaluated(strategy, [*good, *answers], again)
+    assert dict(mean) == pytest.approx({"loss": 0.75, "accuracy": 0.25})
+    lines = [record.getMessage().strip() for record in caplog.records]
+    assert all(line.isprintable() and len(line) < 1000 for line in lines)
+    told = [line for line in lines if "Evaluation of c" in line or "crashed" in line]
+    assert len(told) == len(LEFT_OUT) + 1
+    text = " ".join(told)
+    assert [w for w in (*words, "already answered") if w not in text] == []
+
+
+@pytest.mark.parametrize("loss", [1.0, math.nan])
+def test_evaluations_without_examples_average_to_nothing(loss: float) -> None:
+    strategy = FedRot(SYMMETRY)
+    nothing = evaluation(**{"num-examples": 0, "loss": loss})
+    assert evaluated(strategy, [nothing] * 2) is None
+    assert strategy.aggregate_evaluate(1, []) is None

@@ -21,10 +21,11 @@ import reproductions.plugins  # noqa: F401
 from fedrot.lora import adapter_tensors
 from fedrot.simulations.data.tokenizers import bundled_tokenizer
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.federation.cells import RUNS, CellRun, cells_of, run_cell
+from fedrot.simulations.federation.cells import RUNS, CellRun, run_cell
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid, local_clients
 from fedrot.simulations.models import build_model
+from fedrot.simulations.run_folder import cells_of
 from fedrot.simulations.strategy import KINDS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of

@@ -15,9 +15,10 @@ import pytest
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.federation.cells import Cell, cells_of
 from fedrot.simulations.run_folder import (
+    Cell,
     RunFolder,
+    cells_of,
     only_writer,
     read_rows,
     read_run,

@@ -29,10 +29,9 @@ from fedrot.simulations import simulate as runs
 from fedrot.simulations.checks import Checked, checked, costs_of, estimate, in_words
 from fedrot.simulations.engine import Ended, Job, Machine
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.federation.cells import Cell, cells_of
 from fedrot.simulations.models import build_model
 from fedrot.simulations.report import pages
-from fedrot.simulations.run_folder import RunFolder, read_run
+from fedrot.simulations.run_folder import Cell, RunFolder, cells_of, read_run
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import task_of
 from tests.simulations.commands import SMALL, run, settings
@@ -294,7 +293,7 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
                 "metric": "loss",
                 "value": {"fedavg": None}.get(cell.strategy.name, 1.0),
             }
-            hear(job, ("cell", cell.name, [row], [], "", ""))
+            hear(job, runs.CellResult(cell.name, [row], [], ""))
         hear(job, Ended())
 
     monkeypatch.setattr(runs, "run_jobs", dying)
@@ -347,16 +346,15 @@ def test_progress_is_told_inside_a_part(
     (cell,), found = costs(experiment)
     (cost,) = found.values()
     heard = []
-    before = training.on_rows
     runs.run_job([cell], [cost], tmp_path, heard.append)
-    assert training.on_rows is before
-    done = [said[2] for said in heard if said[0] == "progress"]
+    assert training.ON_ROWS == []
+    done = [said.done for said in heard if isinstance(said, runs.CellProgress)]
     assert len(done) > 5
     assert done == sorted(done)
     assert not [*tmp_path.iterdir()]
     # What a part costs is counted before it runs: in the end it is all of it.
     assert done[-1] == pytest.approx(cost, rel=0.25)
-    assert heard[-2][1] == f"fedavg (seed 0) {100 * done[-1] / cost:.0f} %"
+    assert heard[-2].text == f"fedavg (seed 0) {100 * done[-1] / cost:.0f} %"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -366,7 +364,8 @@ def test_without_a_terminal_a_line_breaks_a_silence(
     monkeypatch.setattr(runs, "SILENCE", 0.0)
     run, shown = shown_run(tmp_path, of(strategies="fedavg"), force_terminal=terminal)
     run._start -= 60
-    run._of_job[Job("a", print, ())] = ("fedavg (seed 0) 25 %", run._cost / 4)
+    progress = runs.CellProgress("fedavg (seed 0) 25 %", run._cost / 4)
+    run._of_job[Job("a", print, ())] = progress
     run._show()
     assert ("25 % about 3 min left; fedavg (seed 0) 25 %" in shown.getvalue()) == (
         not terminal
@@ -464,7 +463,7 @@ def test_what_is_known_and_said_of_the_data() -> None:
         for split in (task.data.train, task.data.test)
     )
     largest = int(train.argmax())
-    said = " ".join(found.said)
+    said = " ".join(found.sentences)
     share = test[largest] / test.sum()
     assert (
         f"always answers '{task.data.label_names[largest]}' would have accuracy "
@@ -476,7 +475,7 @@ def test_what_is_known_and_said_of_the_data() -> None:
     # Few rows to choose by are said, too.
     chosen = {"holdout": 0.5, "strategies": "fedavg,fit_head,guarded"}
     few = "Clients hold out 40 rows in all (seed 0), by which fit_head, guarded choose"
-    said = " ".join(checked(of(train_limit=80, **chosen)).said)
+    said = " ".join(checked(of(train_limit=80, **chosen)).sentences)
     assert (few in said, "leaves out" in said, "have 40 rows each" in said) == (
         True,
         False,
@@ -484,13 +483,15 @@ def test_what_is_known_and_said_of_the_data() -> None:
     )
     assert "holdout above 0.5" in said  # not one that the run has
     more = " ".join(
-        checked(of(train_limit=400, partition="column:label_name", **chosen)).said
+        checked(of(train_limit=400, partition="column:label_name", **chosen)).sentences
     )
     assert ("hold out" in more, "(seed 0), of 7 values of 'label_name'." in more) == (
         False,
         True,
     )
-    assert "always" not in " ".join(checked(of(task="mlm", strategies="fedavg")).said)
+    assert "always" not in " ".join(
+        checked(of(task="mlm", strategies="fedavg")).sentences
+    )
 
 
 @pytest.mark.parametrize(

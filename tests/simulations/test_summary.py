@@ -113,7 +113,7 @@ def test_seeds_and_metrics_that_one_strategy_lacks_do_not_count() -> None:
         row("b", 2, 0.9),
     ]
     pair = judged([*rows, row("b", 7, 0.0)]).standings[1].against["accuracy"]
-    assert (pair.n, pair.mean, pair.ours, pair.theirs) == pytest.approx(
+    assert (pair.n, pair.mean, pair.ours, pair.other) == pytest.approx(
         (2, 0.25, 0.8, 0.55)
     )
     rows = [

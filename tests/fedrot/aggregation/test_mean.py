@@ -14,8 +14,6 @@ from torch import Tensor
 import fedrot
 from fedrot.aggregation import Fisher, Mean
 
-Masks = dict[str, Tensor]
-
 
 def folded(
     updates: list[dict[str, Tensor]], weights: list[float], masks: Any = None

@@ -38,7 +38,6 @@ BIAS = "base_model.model.head.bias"
 SETTINGS = LoraSettings(alpha=6.0)
 SCALES = (SETTINGS, LoraSettings(alpha=2.0), LoraSettings(alpha=3.0, use_rslora=True))
 EXACT = AdapterOptions("exact")
-KEEP_A = AdapterOptions("exact", "keep-a")
 
 
 def drawing(seed: int) -> Callable[..., Tensor]:

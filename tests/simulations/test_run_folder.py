@@ -162,7 +162,7 @@ def test_damaged_files_are_named(
     ],
 )
 def test_results_of_other_settings_are_not_mixed(
-    tmp_path: Path, fields: dict[str, Any], said: str
+    tmp_path: Path, fields: Any, said: str
 ) -> None:
     filled(tmp_path, of())
     before = (tmp_path / "config.json").read_text()

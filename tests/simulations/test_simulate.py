@@ -69,7 +69,7 @@ def _bare_page(path: Path, *_: Any, **__: Any) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_pictures(monkeypatch: Any) -> None:
     monkeypatch.setattr(pages, "write_page", _bare_page)
 
 
@@ -81,7 +81,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory: Any) -> Path:
     """The folder of a run, one cell after the other, that nothing has disturbed."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "two.toml").write_text(FILE)
@@ -195,7 +195,7 @@ def started(
     ("how", "workers"), [(signal.SIGTERM, 1), (signal.SIGINT, 2), (signal.SIGKILL, 2)]
 )
 def test_a_stopped_run_goes_on(
-    file: Path, tmp_path: Path, whole: Path, how: signal.Signals, workers: int
+    file: Path, tmp_path: Path, whole: Path, how: Any, workers: int
 ) -> None:
     """Whatever stops it, finished parts stay and no process does; a killed worker loses
     its part.
@@ -267,7 +267,7 @@ def costs(*experiments: Experiment) -> tuple[list[Cell], dict[str, float]]:
 
 
 def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     tried = []
     run, shown = shown_run(tmp_path, of(strategies="fedavg,aligned,head_only"))
@@ -338,9 +338,7 @@ def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(
     ]
 
 
-def test_progress_is_told_inside_a_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_told_inside_a_part(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(runs, "_BEAT", 0.0)
     experiment = of(strategies="fedavg", rounds=2)
     (cell,), found = costs(experiment)
@@ -359,7 +357,7 @@ def test_progress_is_told_inside_a_part(
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_without_a_terminal_a_line_breaks_a_silence(
-    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    terminal: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(runs, "SILENCE", 0.0)
     run, shown = shown_run(tmp_path, of(strategies="fedavg"), force_terminal=terminal)
@@ -407,7 +405,7 @@ def test_costs_are_of_trainings_that_are_not_shared() -> None:
 
 
 def test_a_row_is_timed_in_the_second_step_and_memory_is_that_of_all_models(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     ticks = iter([0.0, 10.0, 13.0])
     experiment = of()
@@ -504,9 +502,7 @@ def test_what_is_known_and_said_of_the_data() -> None:
         ({"fit_head": True, "clients": [1, 3]}, "needs clients' held-out rows"),
     ],
 )
-def test_a_strategy_that_cannot_run_is_refused(
-    table: dict[str, Any], words: str
-) -> None:
+def test_a_strategy_that_cannot_run_is_refused(table: Any, words: str) -> None:
     experiment = of(
         strategies=[{"name": "mine", **table}],
         clients=4,
@@ -535,7 +531,7 @@ def test_a_run_that_cannot_begin_leaves_no_results(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moving", [{"strategies": "aligned"}, {"start": "scrambled"}])
 def test_only_runs_that_move_weights_need_a_supported_family(
-    moving: dict[str, Any], tmp_path: Path
+    moving: Any, tmp_path: Path
 ) -> None:
     config = transformers.BigBirdConfig(**SIZES, attention_type="original_full")
     fields = {**MODEL, "model": str(save(tmp_path, config)), "strategies": "fedavg"}
@@ -557,7 +553,7 @@ MODEL = {
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def encoder(tmp_path_factory: Any) -> Path:
     """A saved encoder in bfloat16."""
     folder = tmp_path_factory.mktemp("encoder")
     return save(folder, transformers.BertConfig(**SIZES), dtype=torch.bfloat16)
@@ -571,7 +567,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_model_of_another_precision_runs_as_the_dry_run_says(
-    values: dict[str, Any], strategies: int, encoder: Path, tmp_path: Path
+    values: Any, strategies: int, encoder: Path, tmp_path: Path
 ) -> None:
     given = {**MODEL, "model": encoder, **values}
     line = ("simulate", "--out", tmp_path / "run", *settings(given))

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -209,7 +210,7 @@ def test_the_ceiling_is_never_below_the_best_gain(
     [((0, 1, 2), {0, 1, 2}), ((1,), {1}), ((0, 2), {0, 1, 2}), ((), set())],
 )
 def test_layers_with_evidence_move_and_most_of_them_speak_for_all(
-    turned: tuple[int, ...], moving: set[int]
+    turned: Any, moving: Any
 ) -> None:
     """And what does not move stays the same object."""
     state, symmetry = bert(layers=3)
@@ -266,7 +267,7 @@ REQUIRED = [
 
 @pytest.mark.parametrize(("group", "given_", "expected"), REQUIRED)
 def test_what_is_required_is_the_quantile_or_the_factor(
-    group: Group, given_: tuple[float, ...], expected: float
+    group: Group, given_: Any, expected: float
 ) -> None:
     assert chance.requirement(group, *given_) == pytest.approx(expected, rel=0.01)
     assert chance.requirement(LARGE, 100.0, 2.0, 1.0) > 2.001
@@ -276,7 +277,7 @@ def test_what_is_required_is_the_quantile_or_the_factor(
 
 @pytest.mark.parametrize(("free", "entries"), [(1, 4), (3, 10), (28, 100)])
 def test_noise_exceeds_the_quantile_once_in_so_many_times(
-    free: int, entries: int, monkeypatch: pytest.MonkeyPatch
+    free: int, entries: int, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(chance, "ONCE_IN", 1000)
     noise = torch.randn(200_000, entries, generator=seeded(3)).square()
@@ -303,7 +304,7 @@ BEYOND = [
 
 @pytest.mark.parametrize(("gains", "needs", "expected"), BEYOND)
 def test_most_groups_speak_for_all_of_their_action(
-    gains: list[float], needs: list[float], expected: list[bool]
+    gains: Any, needs: Any, expected: Any
 ) -> None:
     assert chance.beyond(gains, needs) == expected
 
@@ -409,7 +410,7 @@ def test_what_noise_removes_stays_below_its_quantile(
     ("parts", "draws"), [(("ffn",), 1), (("heads", "ffn"), chance.MOST_DRAWS)]
 )
 def test_a_large_group_is_drawn_once_and_a_small_one_beside_it_more_often(
-    parts: tuple[str, ...], draws: int
+    parts: Any, draws: int
 ) -> None:
     """More neurons than ``ENOUGH``, as BERT-base has in a layer."""
     state, symmetry = bert(16)

@@ -222,3 +222,9 @@ class Projections:
         if by_head:
             query = replace(query, together=shared)
         return cls(query, key, value, output)
+
+    @classmethod
+    def query_key_value(cls, p: str, heads: Heads, bias: bool = True) -> Projections:
+        """Return Megatron's two modules: ``query_key_value`` by head, and ``dense``."""
+        output = Units(f"{p}dense", bias)
+        return cls.fused(f"{p}query_key_value", heads, output, bias, by_head=True)

@@ -12,12 +12,12 @@ from fedrot.symmetry.describe.family import Config, Family, Names, Piece, Stack,
 from fedrot.symmetry.describe.layers import (
     Block,
     attention,
-    feed_forward,
+    feed_forward_of,
     last_norm,
     pre_norm,
     together,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, units
+from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding
 from fedrot.symmetry.describe.task_heads import (
     PLAIN,
@@ -44,11 +44,10 @@ def _cross_attention(config: Config, p: str) -> Block:
 
 
 def _feed_forward(config: Config, names: Names, p: str) -> Block:
-    q = f"{p}DenseReluDense."
-    gated = f"{q}wi_0.weight" in names
-    modules = "wi_1 wo wi_0" if gated else "wi wo wi_0"
-    up, down, gate = units(q, modules, bias=False)
-    return feed_forward(p, config["d_ff"], up, down, gate if gated else None)
+    modules = "DenseReluDense.wi DenseReluDense.wo"
+    if f"{p}DenseReluDense.wi_0.weight" in names:
+        modules = "DenseReluDense.wi_1 DenseReluDense.wo DenseReluDense.wi_0"
+    return feed_forward_of(p, config["d_ff"], modules, bias=False)
 
 
 def _layer(config: Config, names: Names, p: str) -> tuple[Block, ...]:

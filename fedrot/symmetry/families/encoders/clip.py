@@ -17,12 +17,12 @@ from fedrot.symmetry.describe.family import (
 from fedrot.symmetry.describe.layers import (
     Block,
     attention,
-    feed_forward,
+    feed_forward_of,
     last_norm,
     pre_normed,
 )
-from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, units
-from fedrot.symmetry.describe.spaces import Axes, embedding, linear, norm
+from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections
+from fedrot.symmetry.describe.spaces import embedding, linear, norm
 from fedrot.symmetry.describe.task_heads import Unbounded, read_out
 
 _TEXT = "text"
@@ -32,12 +32,11 @@ _IMAGE = "image"
 def _layer(config: Config, names: Names, p: str, space: str) -> Block:
     projections = Projections.separate(f"{p}self_attn.", Q_K_V_OUT)
     neurons = config["intermediate_size"]
-    up, down = units(p, "mlp.fc1 mlp.fc2")
     return pre_normed(
         p,
         space,
         layer_norm1=attention(p, Heads.of(config), projections, space=space),
-        layer_norm2=feed_forward(p, neurons, up, down, space=space),
+        layer_norm2=feed_forward_of(p, neurons, "mlp.fc1 mlp.fc2", space=space),
     )
 
 
@@ -73,7 +72,7 @@ def _has_text(config: Config, names: Names) -> bool:
     return any(name.startswith("text_model.") for name in names)
 
 
-_TEXT_HEADS: Axes = linear("text_projection", None, _TEXT)
+_TEXT_HEADS = linear("text_projection", None, _TEXT)
 _IMAGE_HEADS = read_out(_IMAGE, "visual_projection classifier")
 _IMAGE_FEATURES = Unbounded("the classifier of images reads the stream without a norm")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +29,8 @@ _NOISE = 0.05
 #: Maximum number of a group's tensors that a message names.
 _SHOWN = 8
 
-#: Maximum number of further draws if an element moves nothing.
-_DRAWS = 64
+#: Maximum number of draws while elements move nothing.
+_DRAWS = 65
 
 #: Outputs that are not compared, because their coordinates may move: caches of keys and
 #: values, encoder states that a decoder reads, and hidden states if the embeddings
@@ -156,16 +156,10 @@ def suspects(
     """
     named = []
     for part in parts:
-        groups = symmetry.select((part,))
-        broken = (group for group in groups if not change(_only((group,))) <= TOLERANCE)
-        group = next(broken, None)
-        if group is None:
-            continue
-        names = list(dict.fromkeys(f"'{slot.tensor}'" for slot in group.slots))
-        shown = ", ".join(names[:_SHOWN])
-        if len(names) > _SHOWN:
-            shown += f" and {len(names) - _SHOWN} more tensors"
-        named.append(f"group '{group.name}' ({part}), which acts on {shown}")
+        for group in symmetry.select((part,)):
+            if not change(_only((group,))) <= TOLERANCE:
+                named.append(f"group '{group.name}' ({part}), {_acting(group)}")
+                break
     return (
         f"The description of family '{symmetry.family}' is wrong for this model. Look "
         f"at {'; and '.join(named) or 'its groups'}. Correct the description, or "
@@ -175,7 +169,15 @@ def suspects(
     )
 
 
-def _only(groups: tuple[Group, ...]) -> Selection:
+def _acting(group: Group) -> str:
+    """Return on which tensors a group acts."""
+    names = list(dict.fromkeys(f"'{slot.tensor}'" for slot in group.slots))
+    shown = f"which acts on {', '.join(names[:_SHOWN])}"
+    more = len(names) - _SHOWN
+    return f"{shown} and {more} more tensors" if more > 0 else shown
+
+
+def _only(groups: Iterable[Group]) -> Selection:
     names = {group.name for group in groups}
     return lambda group: group.name in names
 
@@ -211,11 +213,10 @@ def _prepared(model: nn.Module, batch: Tensors) -> dict[str, Any]:
 
 def _drawn(group: Group, generator: torch.Generator) -> Tensor:
     """Return a random element that moves something, if the group has any."""
-    element = group.action.random(generator)
     for _ in range(_DRAWS):
+        element = group.action.random(generator)
         if group.action.moved(element).any():
             break
-        element = group.action.random(generator)
     return element
 
 

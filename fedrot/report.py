@@ -71,9 +71,8 @@ class AlignmentReport:
     seconds: float
 
     def __str__(self) -> str:
-        distances = f"{self.before:.4g} -> {self.after:.4g}"
         lines = [
-            f"squared distance to the anchor {distances}, "
+            f"squared distance to the anchor {self.before:.4g} -> {self.after:.4g}, "
             f"{self.share():.1%} removed in {self.seconds:.2f} s"
         ]
         for part in dict.fromkeys(group.part for group in self.groups):

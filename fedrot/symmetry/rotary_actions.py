@@ -86,7 +86,7 @@ class RotaryPhases(_Rotary):
         return second + first
 
     def on_fisher(self, element: Tensor) -> Tensor | None:
-        still = bool((element.sin().abs() <= 1e-12).all())
+        still = (element.sin().abs() <= 1e-12).all()
         return torch.zeros_like(element) if still else None
 
     def moved(self, element: Tensor) -> Tensor:

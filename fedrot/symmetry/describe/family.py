@@ -153,13 +153,13 @@ class Family:
     def __post_init__(self) -> None:
         if not isinstance(self.features, Mapping):
             return
-        silent = [name for name in self.model_types if name not in self.features]
-        if silent:
-            raise SymmetryError(
-                f"Family '{self.name}' does not say what bounds the features of "
-                f"'{silent[0]}'. Add it to 'features', as AfterTanh, AfterNorm, or "
-                "Unbounded with the reason."
-            )
+        for name in self.model_types:
+            if name not in self.features:
+                raise SymmetryError(
+                    f"Family '{self.name}' does not say what bounds the features of "
+                    f"'{name}'. Add it to 'features', as AfterTanh, AfterNorm, or "
+                    "Unbounded with the reason."
+                )
 
     def features_of(self, model_type: str) -> Features:
         """Return what bounds the features of a model type of this family."""

@@ -6,7 +6,7 @@ contains a layer sets the layer number of its groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fedrot.symmetry.actions import (
@@ -17,8 +17,8 @@ from fedrot.symmetry.actions import (
     QueryPermutation,
 )
 from fedrot.symmetry.describe.projections import Heads, Projections, Units, units
-from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, merged, norm, read
-from fedrot.symmetry.groups import NO_LAYER, Group, RedundantBias, Slice, Slot
+from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, Norms, merged, norm, read
+from fedrot.symmetry.groups import NO_LAYER, Group, Reasons, RedundantBias, Slice, Slot
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.symmetry.signs import SignedPermutation
 
@@ -35,8 +35,8 @@ class Block:
     groups: tuple[Group, ...] = ()
     axes: Axes = field(default_factory=dict)
     redundant_biases: tuple[RedundantBias, ...] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
-    norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    refused: Reasons = field(default_factory=dict)
+    norms: Norms = field(default_factory=dict)
 
     @property
     def layers(self) -> int:
@@ -58,7 +58,7 @@ def together(*blocks: Block | Axes) -> Block:
     """Return several blocks as one; axes are a block without groups."""
     groups: list[Group] = []
     biases: list[RedundantBias] = []
-    refused: dict[str, str] = {}
+    refused: Reasons = {}
     norms: dict[str, tuple[str, ...]] = {}
     for block in blocks:
         if not isinstance(block, Block):

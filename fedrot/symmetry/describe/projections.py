@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fedrot.errors import SymmetryError
-from fedrot.symmetry.describe.spaces import Axes, read
+from fedrot.symmetry.describe.spaces import Axes, Entry, read
 from fedrot.symmetry.groups import Slice, Slot
 
 #: The usual names of the four modules of an attention block.
@@ -94,7 +94,7 @@ class Units:
         axis = 0 if self.conv1d else 1
         return Slot(self.weight, axis, Slice(0, size), contravariant=True)
 
-    def between(self, out: str | None, into: str | None) -> Axes:
+    def between(self, out: Entry, into: Entry) -> Axes:
         """Return the axes of the module, which reads ``into`` and writes ``out``."""
         entry = read(into)
         weight = (entry, out) if self.conv1d else (out, entry)

@@ -53,16 +53,14 @@ def _feed_forward(config: Config, names: Names, p: str) -> Block:
 def _layer(config: Config, names: Names, p: str) -> tuple[Block, ...]:
     side = p.partition(".")[0]
     cross = side == "decoder"
+    last = f"{p}layer.{1 + cross}."
     return (
         pre_norm(
             f"{p}layer.0.layer_norm",
             _attention(config, f"{p}layer.0.SelfAttention", f"{side}.heads"),
         ),
         *([_cross_attention(config, f"{p}layer.1.")] if cross else []),
-        pre_norm(
-            f"{p}layer.{1 + cross}.layer_norm",
-            _feed_forward(config, names, f"{p}layer.{1 + cross}."),
-        ),
+        pre_norm(f"{last}layer_norm", _feed_forward(config, names, last)),
     )
 
 

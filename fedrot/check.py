@@ -45,6 +45,9 @@ _TEXT = frozenset({"input_ids", "attention_mask"})
 #: Which groups are moved.
 Selection = Callable[[Group], bool]
 
+#: The largest change of an output if the selected groups are moved.
+Change = Callable[[Selection], float]
+
 
 def output_change(
     model: nn.Module,
@@ -53,7 +56,7 @@ def output_change(
     parts: Sequence[str] = WHOLE_MODEL,
     seed: int = 0,
     batch: Tensors | None = None,
-) -> Callable[[Selection], float]:
+) -> Change:
     """Draw one element per group; return a function that applies those it selects.
 
     This function returns the largest change of an output relative to that output's
@@ -90,8 +93,7 @@ def output_change(
     if symmetry.rotates:
         check_rotates(replace(symmetry, tied=tied_tensors(model.state_dict())))
         state = canonical(state, symmetry)
-    groups = symmetry.select(parts)
-    moves = [Move(group, _drawn(group, generator)) for group in groups]
+    moves = [Move(group, _drawn(group, generator)) for group in symmetry.select(parts)]
 
     def change(selected: Selection) -> float:
         applied = (move for move in moves if selected(move.group))
@@ -137,8 +139,7 @@ def check_function(
     largest = change(lambda group: True)
     # NaN is not within the tolerance either.
     if not largest <= TOLERANCE:
-        selections = {part: _only(symmetry.select((part,))) for part in parts}
-        broken = [x for x in parts if not change(selections[x]) <= TOLERANCE]
+        broken = [x for x in parts if _breaks(change, symmetry.select((x,)))]
         raise SymmetryError(
             f"Moving {' and '.join(broken) or 'all parts together'} changes this "
             f"model's outputs by {largest:.2g} of their size. "
@@ -147,9 +148,7 @@ def check_function(
     return largest
 
 
-def suspects(
-    symmetry: Symmetry, change: Callable[[Selection], float], parts: Sequence[str]
-) -> str:
+def suspects(symmetry: Symmetry, change: Change, parts: Sequence[str]) -> str:
     """Return an error message with the first wrong group of each part.
 
     ``parts`` are those that change the outputs, ``change`` is from ``output_change``.
@@ -157,7 +156,7 @@ def suspects(
     named = []
     for part in parts:
         for group in symmetry.select((part,)):
-            if not change(_only((group,))) <= TOLERANCE:
+            if _breaks(change, (group,)):
                 named.append(f"group '{group.name}' ({part}), {_acting(group)}")
                 break
     return (
@@ -177,9 +176,11 @@ def _acting(group: Group) -> str:
     return f"{shown} and {more} more tensors" if more > 0 else shown
 
 
-def _only(groups: Iterable[Group]) -> Selection:
+def _breaks(change: Change, groups: Iterable[Group]) -> bool:
+    """Return whether moving only these groups changes an output."""
     names = {group.name for group in groups}
-    return lambda group: group.name in names
+    # NaN is not within the tolerance.
+    return not change(lambda group: group.name in names) <= TOLERANCE
 
 
 def _doubled(model: nn.Module) -> nn.Module:

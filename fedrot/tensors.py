@@ -143,8 +143,8 @@ def _missing(name: str, update: Mapping[str, Shaped], shapes: Shapes) -> str:
             "are missing. Average adapters with FedRotLoRA, or merge the adapter "
             "(peft: merge_and_unload) and send the whole model."
         )
-    extra = (other for other in update if other not in shapes)
-    like = next((other for other in extra if _alike(other, name)), None)
+    alike = (other for other in update if other not in shapes and _alike(other, name))
+    like = next(alike, None)
     instead = f"; the update has '{like}' instead" if like else ""
     count = sum(other not in update for other in shapes)
     return (

@@ -150,10 +150,9 @@ def _fold(out: TensorDict, fold: Fold) -> None:
 def _drop(out: TensorDict, redundant: RedundantBias) -> None:
     """Set a redundant bias to 0, and add its effect to the output projection's bias."""
     name = redundant.bias.tensor
-    entries = redundant.bias.slice
     before = out[name]
     after = before.detach().clone()
-    entries.write(after, 0, torch.zeros_like(entries.of(after, 0)))
+    redundant.bias.slice.view(after, 0).zero_()
     out[name] = after
     if redundant.read is None:
         return

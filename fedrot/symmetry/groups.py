@@ -136,6 +136,10 @@ class Group:
     within: str = ""
 
 
+#: Groups in the order in which their elements are applied.
+Groups = tuple[Group, ...]
+
+
 @dataclass(frozen=True)
 class RedundantBias:
     """An attention bias that can be 0 without changing the function.
@@ -184,7 +188,7 @@ class Symmetry:
 
     family: str
     layers: int
-    groups: tuple[Group, ...] = field(repr=False)
+    groups: Groups = field(repr=False)
     shapes: Shapes = field(repr=False)
     tied: Ties = ()
     refused: Reasons = field(default_factory=dict)
@@ -264,9 +268,7 @@ class Symmetry:
                     chosen |= connected
         return self.restricted(chosen)
 
-    def restricted(
-        self, names: Collection[str], groups: tuple[Group, ...] = ()
-    ) -> Symmetry:
+    def restricted(self, names: Collection[str], groups: Groups = ()) -> Symmetry:
         """Return the symmetry of some tensors only, with these groups.
 
         ``names`` must contain all tensors of a fold or of a redundant bias, or none of
@@ -287,7 +289,7 @@ class Symmetry:
 
     def select(
         self, parts: Sequence[str], layers: tuple[int, ...] | None = None
-    ) -> tuple[Group, ...]:
+    ) -> Groups:
         """Return the groups of parts and layers (all layers if None), in order.
 
         Groups of the whole model are selected by part only.

@@ -160,7 +160,7 @@ def _renamed(body: Block, names: RealNames) -> Block:
     norms = {}
     for module, weights in body.norms.items():
         gain = names.get(f"{module}.weight")
-        if gain is not None:
+        if gain:
             norms[gain] = tuple(names[name] for name in weights if name in names)
     axes = _axes_in(body.axes, names)
     return Block(tuple(groups), axes, tuple(biases), norms=norms)

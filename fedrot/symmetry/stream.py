@@ -142,14 +142,13 @@ def folds_of(space: str, axes: Axes, norms: Norms) -> tuple[Fold, ...] | str:
     last = [gain for gain in gains if not norms[gain]]
     if rest and len(last) != 1:
         return f"'{rest[0]}' reads the stream without a norm"
-
-    def reader(name: str) -> NormReader:
-        return NormReader(name, reading[name], _bias_beside(name, axes))
-
     folds = []
     for gain in gains:
-        readers = tuple(map(reader, norms[gain] or rest))
-        folds.append(Fold(space, gain, _bias_beside(gain, axes), readers))
+        readers = (
+            NormReader(name, reading[name], _bias_beside(name, axes))
+            for name in norms[gain] or rest
+        )
+        folds.append(Fold(space, gain, _bias_beside(gain, axes), tuple(readers)))
     return tuple(folds)
 
 

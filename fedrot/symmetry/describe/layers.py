@@ -18,7 +18,15 @@ from fedrot.symmetry.actions import (
 )
 from fedrot.symmetry.describe.projections import Heads, Projections, Units, units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, Norms, merged, norm, read
-from fedrot.symmetry.groups import NO_LAYER, Group, Reasons, RedundantBias, Slice, Slot
+from fedrot.symmetry.groups import (
+    NO_LAYER,
+    Group,
+    Groups,
+    Reasons,
+    RedundantBias,
+    Slice,
+    Slot,
+)
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.symmetry.signs import SignedPermutation
 
@@ -32,7 +40,7 @@ class Block:
     and ``last_norm``.
     """
 
-    groups: tuple[Group, ...] = ()
+    groups: Groups = ()
     axes: Axes = field(default_factory=dict)
     redundant_biases: tuple[RedundantBias, ...] = ()
     refused: Reasons = field(default_factory=dict)
@@ -81,9 +89,12 @@ def pre_norm(
     ``memory`` are the blocks' weights that read another norm's output.
     """
     inside = together(*blocks)
-    readers = (name for name, axes in inside.axes.items() if read(space) in axes)
-    weights = tuple(name for name in readers if name not in memory)
-    return together(norm(module, space), inside, Block(norms={module: weights}))
+    readers = (
+        name
+        for name, axes in inside.axes.items()
+        if read(space) in axes and name not in memory
+    )
+    return together(norm(module, space), inside, Block(norms={module: tuple(readers)}))
 
 
 def pre_normed(prefix: str, space: str = RESIDUAL, /, **blocks: Block) -> Block:

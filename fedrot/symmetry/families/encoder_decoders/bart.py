@@ -8,8 +8,8 @@ from fedrot.symmetry.describe.family import (
     POST_NORM,
     Config,
     Family,
-    Item,
     Names,
+    Pieces,
     Stack,
 )
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward_of, together
@@ -36,7 +36,7 @@ def _layer(
     )
 
 
-def _side(side: str) -> tuple[Item, ...]:
+def _side(side: str) -> Pieces:
     return (
         embedding(f"{side}.embed_tokens"),
         embedding(f"{side}.embed_positions"),

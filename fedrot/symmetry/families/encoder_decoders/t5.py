@@ -8,7 +8,7 @@ T5 1.1's feed-forward is gated.
 
 from __future__ import annotations
 
-from fedrot.symmetry.describe.family import Config, Family, Names, Piece, Stack, When
+from fedrot.symmetry.describe.family import Config, Family, Names, Pieces, Stack, When
 from fedrot.symmetry.describe.layers import (
     Block,
     attention,
@@ -64,7 +64,7 @@ def _layer(config: Config, names: Names, p: str) -> tuple[Block, ...]:
     )
 
 
-def _side(side: str, *count: str) -> tuple[Piece, ...]:
+def _side(side: str, *count: str) -> Pieces:
     p = f"{side}.block"
     bias = f"{p}.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return (

@@ -10,7 +10,7 @@ from fedrot.symmetry.describe.family import (
     Config,
     Family,
     Names,
-    Piece,
+    Pieces,
     Stack,
     When,
 )
@@ -46,7 +46,7 @@ def _stack(p: str, section: str, space: str) -> Stack:
     )
 
 
-def _text(p: str = "", section: str = "") -> tuple[Piece, ...]:
+def _text(p: str = "", section: str = "") -> Pieces:
     return (
         embedding(f"{p}embeddings.token_embedding", _TEXT),
         embedding(f"{p}embeddings.position_embedding", _TEXT),
@@ -55,7 +55,7 @@ def _text(p: str = "", section: str = "") -> tuple[Piece, ...]:
     )
 
 
-def _image(p: str = "", section: str = "") -> tuple[Piece, ...]:
+def _image(p: str = "", section: str = "") -> Pieces:
     return (
         {
             f"{p}embeddings.class_embedding": (_IMAGE,),

@@ -55,8 +55,7 @@ class Shares:
             groups=1,
             moved=int(moved),
         )
-        beyond = moved and shares.exceeds(TIMES_CHANCE)
-        return replace(shares, beyond=int(beyond))
+        return replace(shares, beyond=int(moved and shares.exceeds(TIMES_CHANCE)))
 
     @property
     def share(self) -> float:

@@ -117,11 +117,11 @@ def _fold(out: TensorDict, fold: Fold) -> None:
     Its bias is folded into their biases if all have one.
     """
     biased = fold.bias and out[fold.bias].any()
-    if _is_one(out[fold.gain]) and not biased:
+    old_gain = out[fold.gain].detach()
+    if _is_one(old_gain) and not biased:
         return
-    dtype = compute_dtype(out[fold.gain])
-    gain = out[fold.gain].detach().to(dtype)
-    bias = out[fold.bias].detach().to(dtype) if fold.bias else None
+    gain = old_gain.to(compute_dtype(old_gain))
+    bias = out[fold.bias].detach().to(gain.dtype) if fold.bias else None
     for reader in fold.readers:
         weight = out[reader.weight].detach()
         # The copy is changed in place, so that a large table is not in memory twice.
@@ -144,7 +144,7 @@ def _fold(out: TensorDict, fold: Fold) -> None:
         # The readers multiply by the gain, so the bias is divided by it.
         left = torch.where(gain == 0, 0, bias / gain)
         out[fold.bias] = left.to(out[fold.bias].dtype)
-    out[fold.gain] = torch.ones_like(out[fold.gain])
+    out[fold.gain] = torch.ones_like(old_gain)
 
 
 def _drop(out: TensorDict, redundant: RedundantBias) -> None:

@@ -340,16 +340,17 @@ def model_types(families: Sequence[Family]) -> tuple[str, ...]:
 def _check_slots(symmetry: Symmetry, tensors: TensorsOrShapes) -> None:
     """Raise ``SymmetryError`` if a tensor has another size or is quantised."""
     ends: dict[Place, int] = defaultdict(int)
-    for slot in (slot for group in symmetry.groups for slot in group.slots):
-        place = (slot.tensor, slot.axis)
-        ends[place] = max(ends[place], slot.slice.stop)
-        tensor = tensors[slot.tensor]
-        if isinstance(tensor, Tensor) and tensor.dtype not in _MOVABLE:
-            raise SymmetryError(
-                f"The tensor '{slot.tensor}' is {tensor.dtype}: quantised weights "
-                "cannot be moved. Load the model without quantisation, or dequantise "
-                "it (transformers: model.dequantize())."
-            )
+    for group in symmetry.groups:
+        for slot in group.slots:
+            place = (slot.tensor, slot.axis)
+            ends[place] = max(ends[place], slot.slice.stop)
+            tensor = tensors[slot.tensor]
+            if isinstance(tensor, Tensor) and tensor.dtype not in _MOVABLE:
+                raise SymmetryError(
+                    f"The tensor '{slot.tensor}' is {tensor.dtype}: quantised weights "
+                    "cannot be moved. Load the model without quantisation, or "
+                    "dequantise it (transformers: model.dequantize())."
+                )
     for (name, axis), end in ends.items():
         shape = symmetry.shapes[name]
         if axis >= len(shape) or shape[axis] != end:

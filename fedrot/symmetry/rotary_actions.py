@@ -78,8 +78,7 @@ class RotaryPhases(_Rotary):
         return -element
 
     def random(self, generator: torch.Generator) -> Tensor:
-        shape = self.frequencies
-        uniform = torch.rand(shape, generator=generator, dtype=torch.float64)
+        uniform = torch.rand(self.frequencies, generator=generator, dtype=torch.float64)
         return torch.pi * (2 * uniform - 1)
 
     def compose(self, second: Tensor, first: Tensor) -> Tensor:

@@ -146,8 +146,6 @@ def attention(
     keys = heads.key_count
     queries = (projections.query, *projections.queries)
     key_side = (projections.key, *projections.keys)
-    values = projections.value
-    output = projections.output
 
     def queried(low: int, high: int) -> list[Slot]:
         written = (x.written(heads.count, dim, low, high) for x in queries)
@@ -160,8 +158,8 @@ def attention(
             slots += projection.written(keys, dim, low, high, contravariant=True)
         return tuple(slots)
 
-    heads_read = output.read(heads.count * dim)
-    value_output = (*values.written(keys, dim), heads_read)
+    heads_read = projections.output.read(heads.count * dim)
+    value_output = (*projections.value.written(keys, dim), heads_read)
     permuted = "" if heads.ordered else order or f"{name}heads"
     groups: list[Group] = []
 
@@ -185,8 +183,9 @@ def attention(
         add(end, "attention", rotation, matched(heads.rotary, dim))
     add("vo", "attention", HeadRotation(keys, dim), value_output)
     query_axes = (x.between(None, space) for x in queries)
-    memory_axes = (x.between(None, memory or space) for x in (*key_side, values))
-    axes = merged(*query_axes, *memory_axes, output.between(space, None))
+    attended = (*key_side, projections.value)
+    memory_axes = (x.between(None, memory or space) for x in attended)
+    axes = merged(*query_axes, *memory_axes, projections.output.between(space, None))
     biases = _redundant_biases(heads, projections, value_output)
     refused = {"heads": _ORDERED} if heads.ordered else {}
     return Block(tuple(groups), axes, biases, refused)

@@ -54,20 +54,20 @@ class Units:
         heads: int,
         dim: int,
         low: int = 0,
-        high: int | None = None,
+        high: int = 0,
         contravariant: bool = False,
         unsigned: bool = False,
     ) -> list[Slot]:
         """Return the rows of the weight, then the entries of the bias.
 
-        The slots are the units from ``low`` to ``high`` of each of ``heads`` heads of
-        ``dim`` units.
+        The slots are the units from ``low`` to ``high`` (``dim`` if 0) of each of
+        ``heads`` heads of ``dim`` units.
 
         Raises:
             SymmetryError: only some units of each head are selected, but ``together``
                 is above 1.
         """
-        high = dim if high is None else high
+        high = high or dim
         if self.together > 1 and high - low < dim:
             raise SymmetryError(
                 f"The module '{self.module}' stores {self.together} heads side by "

@@ -43,8 +43,9 @@ def two_blocks(p: str, attending: Block, feeding: Block) -> Block:
 
 def projections(p: str, bias: bool, output_bias: bool) -> Projections:
     """Return the projections of four modules."""
-    modules = "q_proj k_proj v_proj o_proj"
-    return Projections.separate(f"{p}self_attn.", modules, bias, output_bias)
+    return Projections.separate(
+        f"{p}self_attn.", "q_proj k_proj v_proj o_proj", bias, output_bias
+    )
 
 
 #: The norm before a classifier of LLaMA's modules.
@@ -59,15 +60,14 @@ def decoder(
     stream: str = ROTATED,
 ) -> Family:
     """Return a family with LLaMA's modules around the layers."""
-    body = (
-        embedding("embed_tokens"),
-        Stack("layers", "num_hidden_layers", layer),
-        last_norm("norm"),
-    )
     return Family(
         name,
         model_types,
-        body,
+        body=(
+            embedding("embed_tokens"),
+            Stack("layers", "num_hidden_layers", layer),
+            last_norm("norm"),
+        ),
         spaces={RESIDUAL: Space(SignedPermutation)},
         inside=("rotary_emb",),
         stream=stream,

@@ -54,8 +54,9 @@ def neurons(config: Config, p: str) -> Block:
 
 def layer(config: Config, names: Names, p: str) -> Block:
     """Return one layer."""
-    modules = "self.query self.key self.value output.dense"
-    projections = Projections.separate(f"{p}attention.", modules)
+    projections = Projections.separate(
+        f"{p}attention.", "self.query self.key self.value output.dense"
+    )
     return together(
         attention(p, Heads.of(config), projections),
         norm(f"{p}attention.output.LayerNorm"),

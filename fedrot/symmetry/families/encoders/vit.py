@@ -19,10 +19,10 @@ _PATCHES = "embeddings.patch_embeddings.projection"
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
-    modules = "q_proj k_proj v_proj o_proj"
     bias = config.get("qkv_bias", True)
-    attended = f"{p}attention."
-    projections = Projections.separate(attended, modules, bias, output_bias=True)
+    projections = Projections.separate(
+        f"{p}attention.", "q_proj k_proj v_proj o_proj", bias, output_bias=True
+    )
     neurons = config["intermediate_size"]
     return pre_normed(
         p,

@@ -47,8 +47,9 @@ class GroupReport:
     @classmethod
     def unmoved(cls, group: Group, before: float) -> GroupReport:
         """Return the report of a group that is not moved."""
-        units = group.action.units
-        return cls(group.name, group.layer, group.part, before, before, 0, units)
+        return cls(
+            group.name, group.layer, group.part, before, before, 0, group.action.units
+        )
 
     def moved_by(self, group: Group, element: Tensor) -> GroupReport:
         """Return the report with an element's number of moved units and its angle."""

@@ -163,7 +163,7 @@ class RedundantBias:
     @property
     def tensors(self) -> set[str]:
         """The names of all tensors that are read or changed when it is dropped."""
-        read = self.read.tensor if self.read is not None else ""
+        read = self.read.tensor if self.read else ""
         return {self.bias.tensor, self.taken_up, read} - {""}
 
 
@@ -305,8 +305,7 @@ class Symmetry:
                 )
         groups = (group for group in self.groups if group.part in parts)
         if layers is not None:
-            chosen = (NO_LAYER, *layers)
-            groups = (group for group in groups if group.layer in chosen)
+            groups = (group for group in groups if group.layer in (NO_LAYER, *layers))
         return tuple(groups)
 
 

@@ -88,8 +88,7 @@ def resolve(
                 f"The tensor '{prefix}{name}' of family '{family.name}' is missing. "
                 f"Pass the complete state dict of a model with {body.layers} layers."
             )
-    described = merged(body.axes, outside)
-    unplaced = [name for name in names if name not in described]
+    unplaced = [x for x in names if x not in body.axes and x not in outside]
     stacks = tuple(f"{stack}." for stack in family.stacks)
     for name in unplaced:
         if name.startswith(stacks):

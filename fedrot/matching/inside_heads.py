@@ -96,7 +96,7 @@ class HeadSolver(ABC):
         return in_batches(
             groups,
             lambda group: group.action,
-            lambda _, members: self._batch(members, problem),
+            lambda members: self._batch(members, problem),
         )
 
     def ceiling(

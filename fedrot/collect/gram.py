@@ -14,7 +14,7 @@ from fedrot.collect.hooks import input_axis, masks_of, watched, without_padding
 from fedrot.collect.random_inputs import forward_inputs
 from fedrot.collect.statistics import GRAM, GRAM_CONV1D, Collected, collects
 from fedrot.errors import FedrotError
-from fedrot.tensors import Tensors
+from fedrot.tensors import TensorDict, Tensors
 
 #: Ids and versions of the tensors that a layer has read in a batch.
 _Calls = tuple[tuple[int, int], ...]
@@ -60,7 +60,7 @@ class _Inputs:
     """
 
     def __init__(self, readers: Mapping[str, _Reader]) -> None:
-        self.sums: dict[str, Tensor] = {}
+        self.sums: TensorDict = {}
         self.same: dict[str, str] = {}
         self._readers = readers
         self._count: Counter[str] = Counter()
@@ -113,7 +113,7 @@ class _Inputs:
                 )
         self._read.clear()
 
-    def averages(self) -> dict[str, Tensor]:
+    def averages(self) -> TensorDict:
         """Return the means over inputs, float32, of the layers that have sums."""
         means = {}
         for name, total in self.sums.items():

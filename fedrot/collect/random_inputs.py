@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from fedrot.errors import SymmetryError
+from fedrot.tensors import TensorDict
 
 #: Dictionary of a transformers configuration.
 Config = Mapping[str, Any]
@@ -24,7 +25,7 @@ def random_inputs(
     length: int = 16,
     batch_size: int = 128,
     seed: int = 0,
-) -> Iterator[dict[str, Tensor]]:
+) -> Iterator[TensorDict]:
     """Yield batches of random tokens, random images or both, as the model needs.
 
     A model needs text if the configuration or its ``text_config`` has a ``vocab_size``;

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
 
 from fedrot.collect.statistics import TRAINED, Collected, along_rows
 from fedrot.errors import UpdateError
-from fedrot.tensors import Tensors, check_update
+from fedrot.tensors import TensorDict, Tensors, check_update
 
 
 def completed(
     update: Tensors,
     received: Tensors,
     rows: Mapping[str, Iterable[int]] | None = None,
-) -> tuple[dict[str, Tensor], Collected]:
+) -> tuple[TensorDict, Collected]:
     """Complete a partly trained update with the received tensors, and mark them.
 
     They are marked as not trained.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from fedrot.collect.hooks import DECODER_INPUTS
 from fedrot.errors import SymmetryError
 from fedrot.tensors import TensorDict
 
@@ -96,8 +97,8 @@ def forward_inputs(
     inputs = dict(batch)
     labels = inputs.pop("labels", None)
     shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    of_decoder = {"decoder_input_ids", "decoder_inputs_embeds"} & batch.keys()
-    if callable(shifted) and "labels" in batch and not of_decoder:
+    without = DECODER_INPUTS.isdisjoint(batch)
+    if callable(shifted) and "labels" in batch and without:
         inputs["decoder_input_ids"] = shifted(labels=labels)
         inputs.setdefault("decoder_attention_mask", (labels != -100).long())
     return inputs
@@ -124,9 +125,7 @@ def _described(
 
 
 def _pair(size: Any) -> tuple[int, int]:
-    if not isinstance(size, Sequence):
-        return int(size), int(size)
-    height, width = size
+    height, width = size if isinstance(size, Sequence) else (size, size)
     return int(height), int(width)
 
 

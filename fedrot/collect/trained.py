@@ -40,8 +40,8 @@ def completed(
         if name not in received:
             raise UpdateError(f"The tensor '{name}' is not part of the received model.")
     shapes = {name: tuple(tensor.shape) for name, tensor in received.items()}
-    check_update({**received, **update}, shapes)
-    full = {name: update.get(name, tensor) for name, tensor in received.items()}
+    full = {**received, **update}
+    check_update(full, shapes)
     masks = {name: torch.tensor(False) for name in received if name not in update}
     for name, chosen in rows.items():
         mask = torch.zeros(len(received[name]), dtype=torch.bool)
@@ -58,6 +58,4 @@ def completed(
         masks[name] = mask
         trained = along_rows(mask, full[name])
         full[name] = torch.where(trained, full[name], received[name])
-    if not masks:
-        return full, {}
-    return full, {TRAINED: masks}
+    return full, {TRAINED: masks} if masks else {}

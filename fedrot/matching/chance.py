@@ -147,10 +147,8 @@ def least(
     """
     chance = near_chance(problem, group, before)
     needed = required(problem, group, before, chance)
-    if needed == math.inf:
+    if chance is None or needed == math.inf:
         return needed
-    if chance is None:
-        return min(needed, 0.0)
     return min(needed, problem.options.chance * chance)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fedrot.matching.candidates import beyond_chance, candidates_of
-from fedrot.matching.pairs import Masks, distance_once
+from fedrot.matching.pairs import Masks
 from fedrot.matching.problem import (
     COUPLED,
     STAGES,
@@ -211,7 +211,7 @@ class _Descent:
             return 0.0
         if len(new) == len(group.slots):
             return before
-        return distance_once(new, self.problem.anchor.tensors, self.problem.client)
+        return self.problem.total([replace(group, slots=tuple(new))])
 
     def solution(
         self,

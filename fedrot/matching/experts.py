@@ -112,9 +112,8 @@ def _pool(
 ) -> _Pool:
     action = cast(ExpertNeurons, neurons.action)
     size = (action.experts, action.n)
-    blocks = []
-    for a, c in problem.pairs(neurons):
-        blocks.append((a.unflatten(0, size), c.unflatten(0, size)))
+    pairs = problem.pairs(neurons)
+    blocks = [(a.unflatten(0, size), c.unflatten(0, size)) for a, c in pairs]
     return _Pool(*by_sign(neurons, blocks))
 
 

@@ -107,15 +107,6 @@ def norms(blocks: Iterable[Pair]) -> Tensor:
     return torch.stack(sizes).double().view(-1, 2)
 
 
-def distance_once(
-    slots: Iterable[Slot],
-    anchor: Tensors,
-    client: Tensors,
-) -> float:
-    """Return the squared distance of all entries on the slots, each counted once."""
-    return float(squared_distance(entries_once(slots, anchor, client)))
-
-
 def entries_once(
     slots: Iterable[Slot],
     anchor: Tensors,

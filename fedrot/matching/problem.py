@@ -24,7 +24,7 @@ from fedrot.matching.pairs import (
     Pair,
     Pairs,
     T,
-    distance_once,
+    entries_once,
     moved_pairs,
     norms,
     pairs,
@@ -155,7 +155,8 @@ class Problem:
         Each entry is counted once.
         """
         slots = dict.fromkeys(slot for group in groups for slot in group.slots)
-        return distance_once(slots, self.anchor.tensors, self.client)
+        entries = entries_once(slots, self.anchor.tensors, self.client)
+        return float(squared_distance(entries))
 
     def objective(self, groups: Groups) -> float:
         """Return the solvers' objective.

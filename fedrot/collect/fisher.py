@@ -66,8 +66,7 @@ def collect_fisher(
             "No parameter of the model is trained: requires_grad is false for all."
         )
     # Tied parameters share one sum.
-    parameters = dict.fromkeys(trained.values())
-    sums = {p: torch.zeros_like(p, dtype=compute_dtype(p)) for p in parameters}
+    sums = {p: torch.zeros_like(p, dtype=compute_dtype(p)) for p in trained.values()}
     rows = 0
     with torch.enable_grad(), evaluating(model):
         for row in islice(_rows(batches), max_rows):

@@ -97,8 +97,7 @@ def forward_inputs(
     inputs = dict(batch)
     labels = inputs.pop("labels", None)
     shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    without = DECODER_INPUTS.isdisjoint(batch)
-    if callable(shifted) and "labels" in batch and without:
+    if callable(shifted) and "labels" in batch and DECODER_INPUTS.isdisjoint(batch):
         inputs["decoder_input_ids"] = shifted(labels=labels)
         inputs.setdefault("decoder_attention_mask", (labels != -100).long())
     return inputs

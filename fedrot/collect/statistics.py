@@ -187,7 +187,7 @@ def _shape_of(
     name: str,
     shapes: Shapes,
 ) -> Shape:
-    """Return the shape of the tensor that statistics belong to."""
+    """Return the shape of the tensor of statistics; raise ``UpdateError`` if none."""
     if name not in shapes:
         raise UpdateError(
             f"The {kind.name} statistics of '{name}' belong to no tensor of the model."

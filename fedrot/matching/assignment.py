@@ -31,8 +31,8 @@ QUICK_COLUMNS = (32, 128)
 #: factor.
 HOPELESS = 8.0
 
-#: Slots side by side ``[n, columns]``, their transpose, and whether rows may change
-#: their sign.
+#: Slots side by side, ``[n, columns]``; their transpose; and whether their rows may
+#: change the sign.
 _Side = tuple[Tensor, Tensor, bool]
 
 #: Rows of a Gram matrix that are computed at once.

@@ -21,6 +21,7 @@ import fedrot
 from fedrot.alignment.anchors import align_round
 from fedrot.matching import chance
 from fedrot.matching.anchor import Anchor, Spread
+from fedrot.matching.candidates import without_common_tensors
 from fedrot.matching.chance import line_of, null_models
 from fedrot.matching.inside_heads import RotationSolver
 from fedrot.matching.pairs import count_once
@@ -311,18 +312,17 @@ def test_most_groups_speak_for_all_of_their_action(
 
 def test_entries_are_counted_once() -> None:
     state, symmetry = bert(width=8, heads=2)
-    shapes = {name: tuple(t.shape) for name, t in state.items()}
     counts = {
-        g.name.split(".")[-1]: count_once(g.slots, shapes)
+        g.name.split(".")[-1]: count_once(g.slots, state)
         for g in symmetry.groups
         if g.part == "attention"
     }
     # Queries and keys with biases; values with biases, and output projections without.
     assert counts == {"qk": 2 * (64 + 8), "vo": 2 * 64 + 8}
     (qk,) = (g for g in symmetry.groups if g.name.endswith("qk"))
-    assert count_once((*qk.slots, *qk.slots), shapes) == counts["qk"]
+    assert count_once((*qk.slots, *qk.slots), state) == counts["qk"]
     both = (qk.slots[0], replace(qk.slots[0], axis=1))
-    assert count_once(both, shapes) == 64
+    assert count_once(both, state) == 64
 
 
 def test_null_models_keep_distance_and_projection() -> None:
@@ -443,7 +443,7 @@ def test_the_quantile_of_orders_bounds_all_of_them_together() -> None:
     state, symmetry = bert(16)
     (group,) = (g for g in symmetry.groups if g.part == "ffn")
     units = group.action.units
-    entries = chance.entries_of(group, state)
+    entries = count_once(group.slots, state)
     order = torch.arange(units)
     order[[3, 5, 8]] = order[[5, 8, 3]]
     moved = apply_moves(state, [Move(group, order)])
@@ -476,13 +476,13 @@ def test_groups_that_share_a_tensor_are_in_different_lists() -> None:
         on("d", "y"),
         on("e", "z", "x"),
     ]
-    batches = chance.without_common_tensors(groups)
+    batches = without_common_tensors(groups)
     assert [[group.name for group in batch] for batch in batches] == [
         ["a", "c", "d"],
         ["b"],
         ["e"],
     ]
-    assert chance.without_common_tensors([]) == []
+    assert without_common_tensors([]) == []
 
 
 def test_near_is_up_to_a_twentieth_of_the_anchor() -> None:
@@ -490,7 +490,7 @@ def test_near_is_up_to_a_twentieth_of_the_anchor() -> None:
     group = next(g for g in symmetry.groups if g.part == "attention")
     problem = Problem(Anchor(state), state, symmetry, fedrot.AlignmentOptions())
     most = 0.05 * problem.anchor.size(group)
-    entries = chance.entries_of(group, state)
+    entries = count_once(group.slots, state)
     assert chance.near_chance(problem, group, most) == pytest.approx(
         most * group.action.free / entries
     )
@@ -513,7 +513,7 @@ def test_a_multiple_of_the_anchor_has_no_noise_and_none_of_nothing_a_slope() -> 
     norm = sum(
         float(s.of(state[s.tensor]).double().square().sum()) for s in group.slots
     )
-    assert line.size == pytest.approx((norm / chance.entries_of(group, state)) ** 0.5)
+    assert line.size == pytest.approx((norm / count_once(group.slots, state)) ** 0.5)
 
 
 def test_a_null_model_has_the_client_s_norm_and_projection_and_noise_of_its_own() -> (

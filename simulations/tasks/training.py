@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, count, islice
@@ -34,6 +34,9 @@ from fedrot.simulations.tasks.registry import TASKS, read_encoded
 _BUCKET = 16
 #: Cost of evaluating a row, in rows of training.
 EVALUATED = 1 / 3
+#: Callbacks that receive the number of rows of each batch that was trained on or
+#: evaluated. An evaluated row counts as ``EVALUATED`` rows.
+ON_ROWS: list[Callable[[float], None]] = []
 
 
 @dataclass(frozen=True)
@@ -97,11 +100,9 @@ def _clients(experiment_json: str, seed: int) -> list[ndarray]:
     )
 
 
-def on_rows(rows: float) -> None:
-    """Take note of trained or evaluated rows.
-
-    Whoever shows the progress replaces this function.
-    """
+def _report(rows: float) -> None:
+    for callback in ON_ROWS:
+        callback(rows)
 
 
 def batches(
@@ -178,7 +179,7 @@ def train(
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        on_rows(len(places))
+        _report(len(places))
     if not losses:
         return math.nan
     return float(np.mean(losses[-an_epoch:]))
@@ -208,7 +209,7 @@ def evaluate(
         ___: object,
     ) -> None:
         first = next(iter(inputs.values()))
-        on_rows(EVALUATED * len(first))
+        _report(EVALUATED * len(first))
 
     model.eval()
     counted = model.register_forward_hook(note, with_kwargs=True)

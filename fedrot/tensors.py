@@ -14,6 +14,9 @@ from fedrot.errors import FedrotError, UpdateError
 #: Tensors by name, as in a state dict.
 Tensors = Mapping[str, Tensor]
 
+#: The same as a new dictionary, which its receiver may change.
+TensorDict = dict[str, Tensor]
+
 #: The sizes of a tensor's axes, and of all tensors by name.
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]

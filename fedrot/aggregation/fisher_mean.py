@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from fedrot.aggregation.coverage import Coverage
 from fedrot.aggregation.mean import Mean
@@ -16,7 +15,7 @@ from fedrot.collect.statistics import (
     untrained,
 )
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.tensors import Tensors
+from fedrot.tensors import TensorDict, Tensors
 
 
 @register_aggregation(
@@ -49,9 +48,9 @@ class Fisher(Aggregator):
             raise FedrotError(f"floor is {floor}; it must not be negative.")
         self.floor = floor
         self._mean = Mean()
-        self._reference: dict[str, Tensor] = {}
-        self._products: dict[str, Tensor] = {}
-        self._totals: dict[str, Tensor] = {}
+        self._reference: TensorDict = {}
+        self._products: TensorDict = {}
+        self._totals: TensorDict = {}
         self._size = 0.0
         self._coverage = Coverage()
 
@@ -92,7 +91,7 @@ class Fisher(Aggregator):
             self._totals[name] = self._totals.get(name, 0) + weight * share
         self._size += weight * total / max(entries, 1.0)
 
-    def result(self) -> dict[str, Tensor]:
+    def result(self) -> TensorDict:
         """Return the merged tensors so far, and store notes.
 
         Raises:

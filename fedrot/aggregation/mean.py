@@ -11,7 +11,14 @@ from torch import Tensor
 from fedrot.aggregation.registry import Aggregator, register_aggregation
 from fedrot.collect.statistics import TRAINED, Statistics, along_rows, check_statistics
 from fedrot.errors import UpdateError
-from fedrot.tensors import Tensors, check_update, check_weight, compute_dtype, rounded
+from fedrot.tensors import (
+    TensorDict,
+    Tensors,
+    check_update,
+    check_weight,
+    compute_dtype,
+    rounded,
+)
 
 
 @register_aggregation("mean", "the weighted mean, as in FedAvg")
@@ -46,7 +53,7 @@ class Mean(Aggregator):
     def __init__(self) -> None:
         #: The sum of the weights of all updates that were added.
         self.weight = 0.0
-        self._mean: dict[str, Tensor] = {}
+        self._mean: TensorDict = {}
         self._dtypes: dict[str, torch.dtype] = {}
         #: For tensors with masks: the mean of each row over its clients, and the sum of
         #: their weights.
@@ -141,7 +148,7 @@ class Mean(Aggregator):
         share = torch.where(total > 0, added / divisor, 0.0)
         self._trained[name] = mean + share * (value - mean), total
 
-    def result(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
+    def result(self, device: torch.device | str | None = None) -> TensorDict:
         """Return the mean so far; more updates may be added afterwards.
 
         Args:
@@ -152,7 +159,7 @@ class Mean(Aggregator):
         """
         return self._read(device, copy=True)
 
-    def release(self) -> dict[str, Tensor]:
+    def release(self) -> TensorDict:
         """Return the held tensors on the CPU, not copies; the mean is empty then."""
         if not self.streams:
             return super().release()
@@ -160,7 +167,7 @@ class Mean(Aggregator):
         self._mean = {}
         return tensors
 
-    def _read(self, device: torch.device | str | None, copy: bool) -> dict[str, Tensor]:
+    def _read(self, device: torch.device | str | None, copy: bool) -> TensorDict:
         if not self._mean:
             raise UpdateError("Nothing was added; a mean needs at least one update.")
         tensors = {}

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TypeVar
 
-from torch import Tensor
-
 from fedrot.collect.statistics import Statistics, kind_named
 from fedrot.errors import FedrotError
-from fedrot.tensors import Tensors
+from fedrot.tensors import TensorDict, Tensors
 
 
 class Aggregator(ABC):
@@ -52,16 +50,16 @@ class Aggregator(ABC):
         statistics: Statistics | None = None,
     ) -> None:
         """Add one update that comes in parts; all are held unless it streams."""
-        whole: dict[str, Tensor] = {}
+        whole: TensorDict = {}
         for part in parts:
             whole.update(part)
         self.add(whole, weight, statistics)
 
     @abstractmethod
-    def result(self) -> dict[str, Tensor]:
+    def result(self) -> TensorDict:
         """Return the merged tensors so far."""
 
-    def release(self) -> dict[str, Tensor]:
+    def release(self) -> TensorDict:
         """Return the result for the last time; what is held may be freed."""
         return self.result()
 

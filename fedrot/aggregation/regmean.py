@@ -24,7 +24,7 @@ from fedrot.collect.statistics import (
     untrained,
 )
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.tensors import LARGEST_NORM, Tensors
+from fedrot.tensors import LARGEST_NORM, TensorDict, Tensors
 
 
 @register_aggregation(
@@ -71,7 +71,7 @@ class RegMean(Aggregator):
         self._layers: dict[Layer, _Sums] = {}
         #: The rows that every client has trained, for tensors that some client trained
         #: in part.
-        self._trained: dict[str, Tensor] = {}
+        self._trained: TensorDict = {}
 
     def add(
         self, update: Tensors, weight: float, statistics: Statistics | None = None
@@ -105,7 +105,7 @@ class RegMean(Aggregator):
                 distance = float(torch.linalg.vector_norm(apart))
                 sums.farthest = max(sums.farthest, distance)
 
-    def result(self) -> dict[str, Tensor]:
+    def result(self) -> TensorDict:
         """Return the merged tensors so far, and store notes.
 
         Raises:

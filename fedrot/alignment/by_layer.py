@@ -26,7 +26,7 @@ from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.groups import Symmetry
-from fedrot.tensors import Tensors, check_finite, check_update
+from fedrot.tensors import TensorDict, Tensors, check_finite, check_update
 
 #: Entries of the layers in one piece, unless a single layer has more: 256 MB in
 #: float32.
@@ -41,7 +41,7 @@ _ALIGNED = 256
 class AlignedPart:
     """The moved tensors of one piece, on the device, and their alignment."""
 
-    tensors: dict[str, Tensor]
+    tensors: TensorDict
     alignment: Alignment
 
 
@@ -176,7 +176,7 @@ def _matched_part(
     copies: Iterator[list[Tensor]],
     anchor: Anchor,
     options: AlignmentOptions,
-) -> tuple[dict[str, Tensor], Alignment]:
+) -> tuple[TensorDict, Alignment]:
     """Return the update's tensors and alignment; the anchor's are released."""
     both = next(copies)
     tensors = dict(zip(part.shapes, both, strict=False))

@@ -21,7 +21,7 @@ from fedrot.matching.descent import compact
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Group, Move, Slot, Symmetry
 from fedrot.symmetry.rotary_actions import RotaryPhases
-from fedrot.tensors import Tensors
+from fedrot.tensors import TensorDict, Tensors
 
 #: Differentiable loss of a model's tensors on one batch.
 Loss = Callable[[Tensors, Tensors], Tensor]
@@ -224,7 +224,7 @@ def _descend(
     return tuple(losses)
 
 
-def between(fixed: Tensors, moved: Tensors, point: float) -> dict[str, Tensor]:
+def between(fixed: Tensors, moved: Tensors, point: float) -> TensorDict:
     """Return a point of the line between two models."""
     return {
         name: torch.lerp(fixed[name], tensor, point)

@@ -23,7 +23,7 @@ from fedrot.lora.adapters import (
 from fedrot.lora.gauges import GAUGES
 from fedrot.lora.methods import METHODS, Method
 from fedrot.lora.module_sums import AveragedModule, ModuleSums, Plan, in_threads
-from fedrot.tensors import Tensors, check_finite, check_weight
+from fedrot.tensors import TensorDict, Tensors, check_finite, check_weight
 
 #: Part of the names of DoRA's magnitudes.
 _MAGNITUDE = ".lora_magnitude_vector"
@@ -106,7 +106,7 @@ def average_adapters(
     previous: Tensors | None = None,
     rank: int | None = None,
     server_round: int = 1,
-) -> tuple[dict[str, Tensor], AdapterReport]:
+) -> tuple[TensorDict, AdapterReport]:
     """Average LoRA adapters, which are read one at a time.
 
     Other tensors than factors (task heads, biases, DoRA's magnitudes) become their
@@ -154,7 +154,7 @@ class AdapterAverage:
         self._pairs: tuple[Pair, ...] = ()
         self._scales: dict[str, float] = {}
         #: The tensors of the first adapter, without memory for their values.
-        self._like: dict[str, Tensor] = {}
+        self._like: TensorDict = {}
         self._others = Mean()
         self._updates = 0
 
@@ -220,7 +220,7 @@ class AdapterAverage:
         in_threads(fold, pairs, tensors[pairs[0].a].device)
         self._updates += 1
 
-    def result(self) -> tuple[dict[str, Tensor], AdapterReport]:
+    def result(self) -> tuple[TensorDict, AdapterReport]:
         """Return the average, in the dtypes of the first adapter, and its report.
 
         Raises:
@@ -234,7 +234,7 @@ class AdapterAverage:
             return self._modules[pair.module].averaged(self.method.merge, self._like)
 
         pairs = self._pairs
-        tensors: dict[str, Tensor] = {}
+        tensors: TensorDict = {}
         if self._others.weight:
             tensors = self._others.result()
         error_of_factors: dict[str, float | None] = {}
@@ -263,6 +263,6 @@ class AdapterAverage:
             )
 
 
-def _rescale(tensors: dict[str, Tensor], name: str, scale: float) -> None:
+def _rescale(tensors: TensorDict, name: str, scale: float) -> None:
     if name in tensors and scale != 1:
         tensors[name] = tensors[name] * scale

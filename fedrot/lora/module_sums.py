@@ -17,7 +17,7 @@ from fedrot.errors import UpdateError
 from fedrot.lora.adapters import LoraSettings, Pair, factors, shaped, wide_factors
 from fedrot.lora.gauges import GAUGES, Factors, Wanted, gauged
 from fedrot.lora.products import ProductSum, Terms
-from fedrot.tensors import Tensors, compute_dtype
+from fedrot.tensors import TensorDict, Tensors, compute_dtype
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -49,7 +49,7 @@ class Plan:
 class AveragedModule:
     """One module's factors, the scale of its product, and the errors of the report."""
 
-    tensors: dict[str, Tensor]
+    tensors: TensorDict
     scale: float
     error_of_factors: float | None
     error: float

@@ -8,7 +8,6 @@ from operator import index
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapters import (
@@ -22,12 +21,10 @@ from fedrot.lora.adapters import (
 )
 from fedrot.lora.gauges import Wanted, gauged, keep_a, near_previous
 from fedrot.lora.products import decomposed
-from fedrot.tensors import Tensors
+from fedrot.tensors import TensorDict, Tensors
 
 
-def fitted(
-    tensors: Tensors, settings: object, rank: int | Tensors
-) -> dict[str, Tensor]:
+def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> TensorDict:
     """Return an adapter of a smaller rank: the best approximation of the products.
 
     A client of rank 4 can start from an adapter of rank 16. The new factors are rotated
@@ -77,7 +74,7 @@ def fitted(
     return reduced
 
 
-def adapter_tensors(model: Any, adapter: str = "default") -> dict[str, Tensor]:
+def adapter_tensors(model: Any, adapter: str = "default") -> TensorDict:
     """Return copies of an adapter's tensors, to be sent to ``FedRotLoRA``.
 
     These are the tensors of ``peft.get_peft_model_state_dict``, without the base

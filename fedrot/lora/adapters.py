@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from fedrot.collect.statistics import Statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.tensors import Tensors, compute_dtype
+from fedrot.lora.gauges import Factors
+from fedrot.tensors import TensorDict, Tensors, compute_dtype
 
 T = TypeVar("T")
 
@@ -220,7 +220,7 @@ def check_rank(rank: int) -> None:
         raise FedrotError(f"rank is {rank!r}; it must be an integer of at least 1.")
 
 
-def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
+def factors(tensors: Tensors, pair: Pair) -> Factors:
     """Return the factors of a pair as matrices ``A [rank, in]`` and ``B [out, rank]``.
 
     Kernels of convolutions are flattened.
@@ -247,18 +247,25 @@ def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
     return a.detach().flatten(1), b.detach().flatten(1)
 
 
-def wide_factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
+def wide_factors(tensors: Tensors, pair: Pair) -> Factors:
     """Return ``factors`` in the dtype for computations, with its errors."""
     a, b = factors(tensors, pair)
     wide = torch.promote_types(compute_dtype(a), compute_dtype(b))
     return a.to(wide), b.to(wide)
 
 
-def shaped(matrix: Tensor, like: torch.Size) -> Tensor:
-    """Return a factor matrix in the shape of a tensor: the inverse of ``factors``."""
-    if len(like) == 2:
-        return matrix
-    rows, columns = matrix.shape
-    # Else the second axis is the rank, which may differ from that of ``like``.
-    inner = like[1:] if columns == like[1:].numel() else (columns, *like[2:])
-    return matrix.reshape(rows, *inner)
+def named(matrices: Factors, pair: Pair, like: Tensors) -> TensorDict:
+    """Return copies of matrices by name, in the shapes and dtypes of ``like``.
+
+    This is the inverse of ``factors``, but the rank may differ from that of ``like``.
+    """
+    tensors: TensorDict = {}
+    for name, matrix in zip((pair.a, pair.b), matrices, strict=True):
+        tensor = like[name]
+        rows, columns = matrix.shape
+        inner = tensor.shape[1:]
+        if columns != inner.numel():
+            # The second axis is the rank.
+            inner = torch.Size([columns, *tensor.shape[2:]])
+        tensors[name] = matrix.reshape(rows, *inner).to(tensor, copy=True)
+    return tensors

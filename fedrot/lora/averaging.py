@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -49,15 +49,14 @@ class AdapterOptions:
     gauge: str = "keep-a"
 
     def __post_init__(self) -> None:
-        known: dict[str, Mapping[str, object]] = {"method": METHODS, "gauge": GAUGES}
+        known = {"method": tuple(METHODS), "gauge": tuple(GAUGES)}
         for name, values in known.items():
             if getattr(self, name) not in values:
                 raise FedrotError(
                     f"Unknown {name} '{getattr(self, name)}' of adapters; one of "
                     f"{', '.join(values)}."
                 )
-        used = METHODS[self.method].used
-        if "gauge" not in used and self.gauge != type(self).gauge:
+        if "gauge" not in self.averaging.used and self.gauge != type(self).gauge:
             able = [repr(name) for name, of in METHODS.items() if "gauge" in of.used]
             raise FedrotError(
                 f"gauge is an option of {' and '.join(able)}, and has no effect with "
@@ -65,8 +64,7 @@ class AdapterOptions:
             )
 
     def __str__(self) -> str:
-        used = METHODS[self.method].used
-        options = [f"{name} {getattr(self, name)!r}" for name in used]
+        options = [f"{name} {getattr(self, name)!r}" for name in self.averaging.used]
         return ", ".join([self.method, *options])
 
     def average(
@@ -148,11 +146,9 @@ class AdapterAverage:
         self.options = options
         self.method = options.averaging
         self.plan = plan
-        self._modules: dict[str, ModuleSums] = {}
-        #: Pairs and scales of the first adapter; biases of ``B`` are averaged in these
-        #: scales.
-        self._pairs: tuple[Pair, ...] = ()
-        self._scales: dict[str, float] = {}
+        self._modules: dict[Pair, ModuleSums] = {}
+        #: Scales of the first adapter; biases of ``B`` are averaged in these scales.
+        self._scales: dict[Pair, float] = {}
         #: The tensors of the first adapter, without memory for their values.
         self._like: TensorDict = {}
         self._others = Mean()
@@ -186,24 +182,21 @@ class AdapterAverage:
             )
         others = dict(tensors)
         modules = self._modules or {
-            pair.module: self.method.sums(pair, self.plan) for pair in pairs
+            pair: self.method.sums(pair, self.plan) for pair in pairs
         }
-        scales: dict[str, float] = {}
+        scales: dict[Pair, float] = {}
         # Errors must come before anything is added.
         for pair in pairs:
-            module = pair.module
             a, b = factors(tensors, pair)
-            scale = settings.scale(module, len(a))
-            scales[module] = scale
+            scale = settings.scale(pair.module, len(a))
+            scales[pair] = scale
             self._check_sizes(pair, a, b)
-            modules[module].check(a, b, settings)
+            modules[pair].check(a, b, settings)
             del others[pair.a], others[pair.b]
-            _rescale(others, pair.bias, scale / self._scales.get(module, scale))
-        trained = update.statistics.get(TRAINED)
-        statistics = {} if trained is None else {TRAINED: trained}
+            _rescale(others, pair.bias, scale / self._scales.get(pair, scale))
+        statistics = {TRAINED: update.statistics.get(TRAINED, {})}
         self._others.check(others, update.weight, statistics)
         if not self._updates:
-            self._pairs = pairs
             self._scales = scales
             self._modules = modules
             self._like = {
@@ -214,8 +207,8 @@ class AdapterAverage:
 
         def fold(pair: Pair) -> None:
             a, b = wide_factors(tensors, pair)
-            scaled = b * scales[pair.module]
-            modules[pair.module].add((a, scaled), update.weight)
+            scaled = b * scales[pair]
+            modules[pair].add((a, scaled), update.weight)
 
         in_threads(fold, pairs, tensors[pairs[0].a].device)
         self._updates += 1
@@ -231,25 +224,21 @@ class AdapterAverage:
             raise FedrotError("There are no adapters to average.")
 
         def averaged(pair: Pair) -> AveragedModule:
-            return self._modules[pair.module].averaged(self.method.merge, self._like)
+            return self._modules[pair].averaged(self.method.merge, self._like)
 
-        pairs = self._pairs
-        tensors: TensorDict = {}
-        if self._others.weight:
-            tensors = self._others.result()
-        error_of_factors: dict[str, float | None] = {}
-        error: dict[str, float] = {}
-        lost: dict[str, float] = {}
-        modules = in_threads(averaged, pairs, self._like[pairs[0].a].device)
-        for pair, module in zip(pairs, modules, strict=True):
-            name = pair.module
+        tensors = self._others.result() if self._others.weight else {}
+        pairs = tuple(self._modules)
+        averages = in_threads(averaged, pairs, self._like[pairs[0].a].device)
+        modules: dict[str, AveragedModule] = {}
+        for pair, module in zip(pairs, averages, strict=True):
             tensors |= module.tensors
-            _rescale(tensors, pair.bias, self._scales[name] / module.scale)
-            error_of_factors[name] = module.error_of_factors
-            error[name] = module.error
-            lost[name] = module.lost
+            _rescale(tensors, pair.bias, self._scales[pair] / module.scale)
+            modules[pair.module] = module
+        error = {name: module.error for name, module in modules.items()}
+        lost = {name: module.lost for name, module in modules.items()}
+        of_factors = {name: module.error_of_factors for name, module in modules.items()}
         magnitudes = any(_MAGNITUDE in name for name in self._like)
-        report = AdapterReport(self._updates, error_of_factors, error, lost, magnitudes)
+        report = AdapterReport(self._updates, of_factors, error, lost, magnitudes)
         return tensors, report
 
     def _check_sizes(self, pair: Pair, a: Tensor, b: Tensor) -> None:

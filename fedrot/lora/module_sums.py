@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedrot.aggregation.mean import Mean
 from fedrot.errors import UpdateError
-from fedrot.lora.adapters import LoraSettings, Pair, factors, shaped, wide_factors
+from fedrot.lora.adapters import LoraSettings, Pair, factors, named, wide_factors
 from fedrot.lora.gauges import GAUGES, Factors, Wanted, gauged
 from fedrot.lora.products import ProductSum, Terms
 from fedrot.tensors import TensorDict, Tensors, compute_dtype
@@ -62,7 +62,7 @@ class ModuleSums:
     def __init__(self, pair: Pair, plan: Plan) -> None:
         self.pair = pair
         self.plan = plan
-        self.products = ProductSum()
+        self.products = ProductSum(limit=0)
         self.mean = Mean()
         self.weight = 0.0
         self.ranks: set[int] = set()
@@ -72,8 +72,7 @@ class ModuleSums:
 
         They are as the client sent them, without the scale.
         """
-        received = self._previous()
-        rank = len(received[0]) if received else min(self.ranks, default=len(a))
+        rank = self._previous_rank() or min(self.ranks, default=len(a))
         if settings.changed_base and len(a) != rank:
             raise UpdateError(
                 f"'{self.pair.module}' has rank {len(a)}, others {rank}. With "
@@ -104,10 +103,8 @@ class ModuleSums:
 
     def limit(self, a: Tensor, b: Tensor) -> int:
         """Return the rank that the sum keeps when these factors are added."""
-        received = self._previous()
-        largest = max(len(a), len(received[0]) if received else 0)
-        before = self.products.limit or 0
-        return max(KEPT_RANKS * largest, before, self.plan.rank or 0)
+        largest = max(len(a), self._previous_rank())
+        return max(KEPT_RANKS * largest, self.products.limit, self.plan.rank or 0)
 
     def received(self, like: Tensor) -> Factors | None:
         """Return the factors that clients received, to be computed with ``like``."""
@@ -126,6 +123,11 @@ class ModuleSums:
                 f"'{self.pair.module}'."
             )
         return factors(self.plan.previous, self.pair)
+
+    def _previous_rank(self) -> int:
+        """Return the rank of the factors that clients received; 0 if unknown."""
+        received = self._previous()
+        return len(received[0]) if received else 0
 
     def factors(self, scale: float) -> Factors | None:
         """Return the means of ``A`` and ``B / scale``; None if ranks differ."""
@@ -155,11 +157,8 @@ class ModuleSums:
             UpdateError: the method has no factors of the result's rank.
         """
         pair = self.pair
-        plan = self.plan
-        rank = plan.rank
-        if rank is None:
-            rank = len(plan.previous[pair.a]) if plan.previous else max(self.ranks)
-        scale = plan.settings.scale(pair.module, rank)
+        rank = self.plan.rank or self._previous_rank() or max(self.ranks)
+        scale = self.plan.settings.scale(pair.module, rank)
         terms = self.products.terms(rank)
         merged = merge(self, terms, rank)
         if merged is None:
@@ -170,10 +169,7 @@ class ModuleSums:
                 f"The clients' ranks of '{pair.module}' are {sorted(self.ranks)}: "
                 f"{what}. Take method='exact'."
             )
-        tensors = {}
-        for name, matrix in zip((pair.a, pair.b), merged, strict=True):
-            # A copy: a method may return the sums' own tensors.
-            tensors[name] = shaped(matrix, like[name].shape).to(like[name], copy=True)
+        tensors = named(merged, pair, like)
         compared = [wide_factors(tensors, pair)]
         mean = self.factors(scale)
         if mean is not None:

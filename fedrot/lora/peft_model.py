@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from operator import index
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from fedrot.lora.adapters import (
     by_pattern,
     check_rank,
     factors,
+    named,
     pairs_of,
-    shaped,
     wide_factors,
 )
 from fedrot.lora.gauges import Wanted, gauged, keep_a, near_previous
@@ -48,7 +47,7 @@ def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> TensorDic
     for pair in pairs_of(tensors):
         a, b = wide_factors(tensors, pair)
         if not isinstance(rank, Mapping):
-            wanted = index(rank)
+            wanted = rank
         elif pair.a in rank:
             wanted = len(rank[pair.a])
         else:
@@ -67,8 +66,7 @@ def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> TensorDic
         # A product of 0 determines no direction of A; keep_a leaves A as it is.
         near = near_previous if first.s.any() else keep_a
         matrices = gauged(near, product, pair.of_embedding)
-        for name, matrix in zip((pair.a, pair.b), matrices, strict=True):
-            reduced[name] = shaped(matrix, tensors[name].shape).to(tensors[name])
+        reduced |= named(matrices, pair, tensors)
         if pair.bias in tensors:
             reduced[pair.bias] = factor * tensors[pair.bias]
     return reduced

@@ -22,6 +22,8 @@ WELL_CONDITIONED = 1e-4
 ROOM = 4
 #: Number of columns that are copied to float64 at a time.
 BLOCK = 1024
+#: The singular values of no terms.
+_NO_VALUES = torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,6 @@ class Terms:
     def norm(self) -> float:
         """The Frobenius norm of the sum."""
         return self.tail(0)
-
-    def to(self, like: Tensor) -> Terms:
-        """Return the terms in the dtype and on the device of a tensor."""
-        return Terms(self.u.to(like), self.s.to(like), self.vt.to(like))
 
     def tail(self, rank: int) -> float:
         """Return the Frobenius norm of the terms beyond the first ``rank``."""
@@ -77,7 +75,7 @@ class ProductSum:
     limit`` terms are exact.
 
     Args:
-        limit: the rank to keep; None keeps everything.
+        limit: the rank to keep; a larger one may be set later.
 
     Attributes:
         lost: upper bound of the Frobenius norm of the terms that compressions left out.
@@ -85,7 +83,7 @@ class ProductSum:
             each other.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int) -> None:
         self.limit = limit
         self.lost = self.left_out = 0.0
         #: The stacks ``[terms, out]`` and ``[terms, in]``.
@@ -93,20 +91,18 @@ class ProductSum:
         self._used = 0
         #: Singular values of the first terms, which are orthogonal: the squared norms
         #: of their rows.
-        self._known = torch.empty(0)
+        self._known = _NO_VALUES
 
     def add(self, b: Tensor, a: Tensor, weight: float) -> None:
         """Add ``weight * b @ a``; ``b`` is ``[out, rank]``, ``a`` is ``[rank, in]``."""
         rank = len(a)
         limit = self.limit
-        if limit is not None and self._used + rank > 2 * limit and self._used > limit:
+        if self._used > limit and self._used + rank > 2 * limit:
             self._compress(limit)
         used = self._used
         stop = used + rank
         if stop > len(self._left):
-            room = 2 * max(used, ROOM * rank)
-            if limit:
-                room = min(room, 2 * limit)
+            room = 2 * min(max(used, ROOM * rank), limit)
             room = max(room, stop)
             self._left = _enlarged(self._left, used, room, b.mT)
             self._right = _enlarged(self._right, used, room, a)
@@ -151,8 +147,9 @@ class ProductSum:
         self._used = len(kept.vt)
         self._known = kept.s[:rank]
         root = self._known.sqrt()[:, None]
-        torch.mul(kept.u.mT, root, out=self._left[: self._used])
-        torch.mul(kept.vt, root, out=self._right[: self._used])
+        left, right = self.stacks
+        torch.mul(kept.u.mT, root, out=left)
+        torch.mul(kept.vt, root, out=right)
 
 
 def _balance(left: Tensor, right: Tensor) -> None:
@@ -184,7 +181,7 @@ def _enlarged(stack: Tensor, used: int, room: int, like: Tensor) -> Tensor:
 
 
 def decomposed(
-    left: Tensor, right: Tensor, known: Tensor | None = None, most: int | None = None
+    left: Tensor, right: Tensor, known: Tensor = _NO_VALUES, most: int | None = None
 ) -> Terms:
     """Return the singular value decomposition of ``left @ right``.
 
@@ -205,8 +202,7 @@ def decomposed(
         return Terms(left[:, :0], left.new_empty(0), right[:0])
     narrow = left.shape[1] <= min(len(left), right.shape[1])
     if narrow and left.dtype == torch.float32:
-        known = left.new_empty(0) if known is None else known.to(left)
-        terms = _by_gram(left, right, known.double(), most)
+        terms = _by_gram(left, right, known.to(left).double(), most)
     else:
         terms = _by_qr(left, right, most)
     if terms.norm <= ROUNDING * torch.finfo(left.dtype).eps * norms:
@@ -267,9 +263,10 @@ def _gram(rows: Tensor, known: Tensor) -> Tensor:
     """
     count = len(known)
     new = _inner(rows[count:], rows)
-    gram = torch.block_diag(torch.diag(known), new[:, count:])
-    gram[count:, :count] = new[:, :count]
-    gram[:count, count:] = new[:, :count].mT
+    gram = new.new_zeros(len(rows), len(rows))
+    gram.diagonal()[:count] = known
+    gram[:, count:] = new.mT
+    gram[count:] = new
     return gram
 
 
@@ -288,8 +285,8 @@ def _extended(basis: Tensor, count: int) -> Tensor:
     room = min(count, length - width)
     # The same in every run.
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(length, room, generator=generator, dtype=torch.float64)
-    drawn = drawn.to(basis)
+    wide = torch.randn(length, room, generator=generator, dtype=torch.float64)
+    drawn = wide.to(basis)
     # Twice is enough for orthogonality in floating point.
     for _ in range(2):
         drawn, _ = torch.linalg.qr(drawn - basis @ (basis.mT @ drawn))

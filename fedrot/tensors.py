@@ -44,6 +44,11 @@ def along_axis(vector: Tensor, axis: int, like: Tensor) -> Tensor:
     return vector.to(like).reshape([-1 if d == axis else 1 for d in range(like.ndim)])
 
 
+def identity(like: Tensor) -> Tensor:
+    """Return the identity with the size, dtype and device of square matrices."""
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+
+
 def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
     """Return a copy of the diagonal blocks of a matrix, ``[n / size, size, size]``."""
     starts = range(0, len(matrix), size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fedrot.aggregation.coverage import Coverage
-from fedrot.aggregation.mean import Mean
+from fedrot.aggregation.mean import ALL_ROWS, Mean
 from fedrot.aggregation.registry import Aggregator, register_aggregation
 from fedrot.collect.statistics import (
     FISHER,
@@ -80,7 +80,7 @@ class Fisher(Aggregator):
         for name, value in fisher.items():
             wide = update[name].detach().double()
             reference = self._reference.setdefault(name, wide)
-            rows = along_rows(masks.get(name, torch.tensor(True)), wide)
+            rows = along_rows(masks.get(name, ALL_ROWS), wide)
             trained = rows.to(wide.dtype).expand_as(wide)
             share = value.detach().double().to(wide.device) * trained
             total += float(share.sum())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedrot.aggregation.coverage import Coverage
 from fedrot.collect.statistics import INPUT_AXIS, Statistics
-from fedrot.tensors import compute_dtype
+from fedrot.tensors import compute_dtype, identity
 
 #: A solution is a rounding error if it is this many times larger than what was sent.
 MOST_GROWTH = 1e3
@@ -77,11 +77,10 @@ class GramSums:
         for layers in groups.values():
             gram = grams[layers[0]]
             wide = gram.double()
-            eye = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
             diagonal = (1 - self.alpha) * wide.diagonal().diag()
-            shrunk = weight * (self.alpha * wide + diagonal + self.beta * eye)
-            before = self.totals.get(layers[0])
-            total = shrunk if before is None else before + shrunk
+            added = self.beta * identity(wide)
+            shrunk = weight * (self.alpha * wide + diagonal + added)
+            total = self.totals.get(layers[0], 0) + shrunk
             # Rounding errors of bfloat16 look like small inputs, and are treated as
             # inputs.
             rounding = torch.finfo(compute_dtype(gram)).eps
@@ -132,7 +131,7 @@ class Inverse:
         self._factor, failed = torch.linalg.cholesky_ex(even)
         # The smallest eigenvalue is at least 1 / trace(even^-1); a pivot may be much
         # larger than it.
-        eye = torch.eye(self.size, dtype=even.dtype, device=even.device)
+        eye = identity(even)
         inverted = torch.linalg.solve_triangular(self._factor, eye, upper=False)
         bound = inverted.square().sum().reciprocal()
         #: Whether the factor is the triangular one of Cholesky; else it is a root of

@@ -20,6 +20,9 @@ from fedrot.tensors import (
     rounded,
 )
 
+#: The mask of a tensor that a client trained in all rows.
+ALL_ROWS = torch.tensor(True)
+
 
 @register_aggregation("mean", "the weighted mean, as in FedAvg")
 class Mean(Aggregator):
@@ -107,17 +110,15 @@ class Mean(Aggregator):
         If ``parts`` raises an error, the parts before it have been added.
         """
         masks = (statistics or {}).get(TRAINED, {})
-        share = weight / (self.weight + weight)
-        fold = partial(self._fold_part, weight=weight, share=share, masks=masks)
+        fold = partial(self._fold_part, weight=weight, masks=masks)
         # A loop variable would hold a part while the next part is made; ``map`` does
         # not.
         for _ in map(fold, parts):
             pass
         self.weight += weight
 
-    def _fold_part(
-        self, part: Tensors, weight: float, share: float, masks: Tensors
-    ) -> None:
+    def _fold_part(self, part: Tensors, weight: float, masks: Tensors) -> None:
+        share = weight / (self.weight + weight)
         for name, tensor in part.items():
             value = tensor.detach()
             floats = value.is_floating_point()
@@ -128,14 +129,12 @@ class Mean(Aggregator):
             mean = self._mean[name]
             value = value.to(mean.dtype)
             if name in self._trained or (name in masks and floats):
-                self._fold_rows(name, value, weight, masks.get(name))
+                self._fold_rows(name, value, weight, masks.get(name, ALL_ROWS))
             if share < 1:
                 mean.lerp_(value, share)
 
-    def _fold_rows(
-        self, name: str, value: Tensor, weight: float, mask: Tensor | None
-    ) -> None:
-        rows = along_rows(torch.tensor(True) if mask is None else mask, value)
+    def _fold_rows(self, name: str, value: Tensor, weight: float, mask: Tensor) -> None:
+        rows = along_rows(mask, value)
         added = weight * rows.to(value.dtype)
         if name not in self._trained:
             # Earlier updates had no mask: their clients trained all rows.

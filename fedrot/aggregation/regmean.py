@@ -14,7 +14,7 @@ from fedrot.aggregation.gram_sums import (
     Layer,
     grams_of,
 )
-from fedrot.aggregation.mean import Mean
+from fedrot.aggregation.mean import ALL_ROWS, Mean
 from fedrot.aggregation.registry import Aggregator, register_aggregation
 from fedrot.collect.statistics import (
     GRAM,
@@ -94,7 +94,7 @@ class RegMean(Aggregator):
         self._mean.fold(update, weight, statistics)
         for name, mask in statistics.get(TRAINED, {}).items():
             if name not in lacking and not bool(mask.all()):
-                self._trained[name] = self._trained.get(name, torch.tensor(True)) & mask
+                self._trained[name] = self._trained.get(name, ALL_ROWS) & mask
         for layers, shrunk in self._grams.added(grams, weight, lacking):
             for layer in layers:
                 kind, name = layer
@@ -138,7 +138,7 @@ class RegMean(Aggregator):
                 notes[name] = UNBOUNDED
                 continue
             # Other rows keep the mean over the clients that trained them.
-            regressed = self._trained.get(name, torch.tensor(True)).reshape(-1, 1)
+            regressed = self._trained.get(name, ALL_ROWS).reshape(-1, 1)
             rows = regressed.to(weight.device)
             merged[name] = torch.where(rows, weight, mean).contiguous()
         self.notes = notes

@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.symmetry.groups import Move, Slot
-from fedrot.tensors import Tensors, compute_dtype, full_float32
+from fedrot.tensors import Tensors, compute_dtype, full_float32, identity
 
 Statistics = Mapping[str, Tensors]
 #: Statistics as new dictionaries.
@@ -258,8 +258,7 @@ def _check_gram(
         return "are not symmetric; a Gram matrix is X^T X"
     # Rounding may have made a small eigenvalue negative, so the largest rounding error
     # is added.
-    eye = torch.eye(len(even), dtype=even.dtype, device=even.device)
-    _, failed = torch.linalg.cholesky_ex(even + slack * eye)
+    _, failed = torch.linalg.cholesky_ex(even + slack * identity(even))
     return negative if bool(failed) else None
 
 

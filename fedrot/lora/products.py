@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedrot.tensors import identity
+
 #: Terms below this share of the largest are rounding errors of float32.
 SMALLEST = 1e-7
 #: A sum of products is a rounding error if it is below this many times ``eps`` times
@@ -247,8 +249,9 @@ def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
     lower, failed = torch.linalg.cholesky_ex(gram)
     pivots = lower.diagonal()
     if not failed and pivots.min() > WELL_CONDITIONED * pivots.max():
-        identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        return lower.mT, torch.linalg.solve_triangular(lower.mT, identity, upper=True)
+        upper = lower.mT
+        eye = identity(gram)
+        return upper, torch.linalg.solve_triangular(upper, eye, upper=True)
     values, vectors = torch.linalg.eigh(gram)
     there = values > values[-1] * SMALLEST**2
     roots = values[there].flip(0).sqrt()

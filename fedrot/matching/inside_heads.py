@@ -14,10 +14,10 @@ from torch import Tensor
 from fedrot.matching.chance import beyond, least
 from fedrot.matching.pairs import Pairs, squared_distance
 from fedrot.matching.problem import Groups, Match, Problem, in_batches, solves
-from fedrot.matching.procrustes import best_orders, identity, polar, singular_values
+from fedrot.matching.procrustes import best_orders, polar, singular_values
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.actions import HeadRotation
-from fedrot.tensors import diagonal_blocks
+from fedrot.tensors import diagonal_blocks, identity
 
 #: An element must gain more than this share of ``|<I, M>|``; smaller gains are rounding
 #: errors.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedrot.errors import UpdateError
 from fedrot.matching.assignment import best_columns
+from fedrot.tensors import identity
 
 #: Accepted ``|R^T R - I|`` (Frobenius) of an iterated rotation; one more step leaves
 #: 3/4 of its square.
@@ -84,11 +85,6 @@ def _residual(gram: Tensor) -> Tensor:
 def _batch(m: Tensor) -> Tensor:
     """Return matrices ``[..., d, d]`` as one batch ``[n, d, d]``."""
     return m.reshape(-1, *m.shape[-2:])
-
-
-def identity(like: Tensor) -> Tensor:
-    """Return the identity with the size, dtype and device of square matrices."""
-    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
 def singular_values(m: Tensor) -> Tensor:

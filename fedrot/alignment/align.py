@@ -190,7 +190,7 @@ def align_checked(
     options = options.for_model(symmetry)
     if options.rotates:
         symmetry = symmetry.rotated
-    groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
+    groups = options.groups(symmetry)
     _check_tensors(update, anchor.tensors, groups)
     side: Side = anchor
     if options.canonical:

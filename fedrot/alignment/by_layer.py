@@ -59,7 +59,7 @@ def parts_of(
     options = (options or AlignmentOptions()).for_model(symmetry)
     if options.rotates:
         symmetry = symmetry.rotated
-    groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
+    groups = options.groups(symmetry)
     if not options.canonical:
         symmetry = replace(symmetry, redundant_biases=(), folds=(), centred=())
     layers: dict[object, set[str]] = defaultdict(set)
@@ -167,29 +167,21 @@ def _aligned_part(
     anchor: Anchor,
     options: AlignmentOptions,
 ) -> AlignedPart:
-    tensors, alignment = _matched_part(part, copies, anchor, options)
-    return AlignedPart(alignment.move(tensors), alignment)
-
-
-def _matched_part(
-    part: Symmetry,
-    copies: Iterator[list[Tensor]],
-    anchor: Anchor,
-    options: AlignmentOptions,
-) -> tuple[TensorDict, Alignment]:
-    """Return the update's tensors and alignment; the anchor's are released."""
     both = next(copies)
     tensors = dict(zip(part.shapes, both, strict=False))
     # A piece that needs no anchor comes without one; it is then its own.
     of_anchor = both[len(tensors) :] or both
     to = replace(anchor, tensors=dict(zip(part.shapes, of_anchor, strict=True)))
     try:
-        return tensors, align_checked(tensors, to, part, options)
+        alignment = align_checked(tensors, to, part, options)
     except UpdateError:
         # Other pieces may already be in a mean. Without a move this piece computes the
         # same function.
         report = AlignmentReport((), 0.0, 0.0, 0.0)
-        return tensors, Alignment(part, (), report, bool(options.canonical))
+        alignment = Alignment(part, (), report, bool(options.canonical))
+    # The device needs the memory of the piece's anchor for the move.
+    del both, of_anchor, to
+    return AlignedPart(alignment.move(tensors), alignment)
 
 
 def merged_report(
@@ -232,8 +224,7 @@ def moved_by_layer(
     options = options or AlignmentOptions()
     statistics = statistics or {}
     anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
-    chosen = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
-    moving = {slot.tensor for group in chosen for slot in group.slots}
+    moving = {slot.tensor for group in options.groups(symmetry) for slot in group.slots}
     changed = moving
     if options.for_model(symmetry).canonical:
         changed = moving.union(*_changed_together(symmetry))
@@ -285,15 +276,15 @@ def copied(parts: Sequence[_Wanted], device: torch.device) -> Iterator[list[Tens
             yield pipeline.advance(part)
 
 
+#: A tensor and its byte offset in a packet; None if it is on the device already.
+_Placed = tuple[Tensor, int | None]
+
+
 @dataclass(frozen=True, eq=False)
 class _Gathered:
-    """A piece that is copied to pinned memory: its tensors, and their byte offsets.
+    """A piece that is copied to pinned memory."""
 
-    Tensors that are on the device already have no offset.
-    """
-
-    tensors: list[Tensor]
-    places: list[int | None]
+    placed: list[_Placed]
     size: int
     turn: int
     done: Future[None]
@@ -334,24 +325,24 @@ class _Pipeline:
         """Begin to gather tensors; tensors on the device are not copied."""
         turn = self._turn
         self._turn = 1 - turn
-        places: list[int | None] = []
+        placed: list[_Placed] = []
         size = 0
         for tensor in tensors:
             if tensor.device.type == self._device.type:
-                places.append(None)
+                placed.append((tensor, None))
                 continue
-            places.append(size)
+            placed.append((tensor, size))
             size += math.ceil(tensor.nbytes / _ALIGNED) * _ALIGNED
         if len(self._buffers[turn]) < size:
             self._buffers[turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         buffer = self._buffers[turn]
         held = [
             (tensor, _within(buffer, place, tensor))
-            for tensor, place in zip(tensors, places, strict=True)
+            for tensor, place in placed
             if place is not None
         ]
         done = self._pool.submit(_fill, self._free[turn], held)
-        return _Gathered(tensors, places, size, turn, done)
+        return _Gathered(placed, size, turn, done)
 
     def _send(self, gathered: _Gathered) -> Tensor:
         """Begin to copy the gathered tensors, and return the packet they arrive in."""
@@ -371,7 +362,7 @@ class _Pipeline:
         packet.record_stream(stream)
         return [
             tensor.to(self._device) if place is None else _within(packet, place, tensor)
-            for tensor, place in zip(gathered.tensors, gathered.places, strict=True)
+            for tensor, place in gathered.placed
         ]
 
 

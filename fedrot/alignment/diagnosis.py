@@ -36,6 +36,7 @@ GROUPS_BEYOND = 0.1
 TOGETHER = "together"
 
 Row = Mapping[str, Any]
+Rows = list[Row]
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def diagnose(
     anchor = Anchor(base)
     cosines: list[float] = []
     far: list[Tensors] = []
-    to_base: list[Row] = []
+    to_base: Rows = []
     for update in updates:
         cosine = base_cosine(update, base, symmetry)
         cosines.append(cosine)
@@ -200,7 +201,7 @@ def _to_each_other(
     updates: Sequence[Tensors],
     symmetry: Symmetry,
     options: AlignmentOptions,
-) -> tuple[list[Row], list[Row]]:
+) -> tuple[Rows, Rows]:
     """Align updates to their running mean, which starts at ``centre``.
 
     Returns:
@@ -209,8 +210,8 @@ def _to_each_other(
     """
     matched = AlignmentOptions(WHOLE_MODEL).movable(symmetry)
     match = finder(centre, symmetry, options, matched)
-    near: list[Row] = []
-    whole: list[Row] = []
+    near: Rows = []
+    whole: Rows = []
 
     def find(update: Tensors, to: Anchor) -> Alignment:
         alignment = match(update, to)
@@ -237,17 +238,22 @@ def _coupled(rows: Iterable[Row]) -> bool:
     return any(row["part"] in COUPLED for row in rows)
 
 
-def _whole_rows(report: AlignmentReport, null: AlignmentReport) -> list[Row]:
+def _whole_rows(report: AlignmentReport, null: AlignmentReport) -> Rows:
     """Return a whole model's rows; chance is what the null model's match removes."""
     pairs = zip(_with_total(report), _with_total(null), strict=True)
     return [_whole_row(row, _removed(drawn)) for row, drawn in pairs]
 
 
-def _with_total(report: AlignmentReport) -> list[Row]:
+def _with_total(report: AlignmentReport) -> Rows:
     """Return the rows of a report, and a row about all parts together."""
-    together = {"part": TOGETHER, "layer": NO_LAYER, "moved": 1}
-    distances = {"before": report.before, "after": report.after}
-    return [*report.rows(), {**together, **distances}]
+    together = {
+        "part": TOGETHER,
+        "layer": NO_LAYER,
+        "before": report.before,
+        "after": report.after,
+        "moved": 1,
+    }
+    return [*report.rows(), together]
 
 
 def _whole_row(row: Row, chance: float | None = None) -> Row:
@@ -267,9 +273,9 @@ def diagnosis_of(rows: Iterable[Row]) -> Diagnosis:
         rows: of ``GroupReport`` for each group, with ``client``, ``round`` and, if
             there are several, ``seed``.
     """
-    near: list[Row] = []
-    whole: list[Row] = []
-    by_update: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    near: Rows = []
+    whole: Rows = []
+    by_update: dict[tuple[Any, ...], Rows] = defaultdict(list)
     for row in rows:
         by_update[row.get("seed"), row["round"], row["client"]].append(row)
     for of_update in by_update.values():

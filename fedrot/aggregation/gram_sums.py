@@ -95,14 +95,15 @@ class GramSums:
 
         Layers that share a sum share its inverse.
         """
-        by_sum: dict[int, Inverse] = {}
+        # Tensors are compared by identity.
+        by_sum: dict[Tensor, Inverse] = {}
         inverses: dict[Layer, Inverse] = {}
         for layer, total in self.totals.items():
             if not self.coverage.most(layer):
                 continue
-            if id(total) not in by_sum:
-                by_sum[id(total)] = Inverse(total, self._rounding[layer])
-            inverses[layer] = by_sum[id(total)]
+            if total not in by_sum:
+                by_sum[total] = Inverse(total, self._rounding[layer])
+            inverses[layer] = by_sum[total]
         return inverses
 
 

@@ -12,6 +12,7 @@ from fedrot.aggregation.registry import Aggregator, register_aggregation
 from fedrot.collect.statistics import TRAINED, Statistics, along_rows, check_statistics
 from fedrot.errors import UpdateError
 from fedrot.tensors import (
+    Device,
     TensorDict,
     Tensors,
     check_update,
@@ -147,7 +148,7 @@ class Mean(Aggregator):
         share = torch.where(total > 0, added / divisor, 0.0)
         self._trained[name] = mean + share * (value - mean), total
 
-    def result(self, device: torch.device | str | None = None) -> TensorDict:
+    def result(self, device: Device | None = None) -> TensorDict:
         """Return the mean so far; more updates may be added afterwards.
 
         Args:
@@ -166,7 +167,7 @@ class Mean(Aggregator):
         self._mean = {}
         return tensors
 
-    def _read(self, device: torch.device | str | None, copy: bool) -> TensorDict:
+    def _read(self, device: Device | None, copy: bool) -> TensorDict:
         if not self._mean:
             raise UpdateError("Nothing was added; a mean needs at least one update.")
         tensors = {}

@@ -69,8 +69,7 @@ class RegMean(Aggregator):
         self._grams = GramSums(alpha, beta)
         self._mean = Mean()
         self._layers: dict[Layer, _Sums] = {}
-        #: The rows that every client has trained, for tensors that some client trained
-        #: in part.
+        #: The rows that every client has trained, for tensors with masks.
         self._trained: TensorDict = {}
 
     def add(
@@ -93,7 +92,7 @@ class RegMean(Aggregator):
             )
         self._mean.fold(update, weight, statistics)
         for name, mask in statistics.get(TRAINED, {}).items():
-            if name not in lacking and not bool(mask.all()):
+            if name not in lacking:
                 self._trained[name] = self._trained.get(name, ALL_ROWS) & mask
         for layers, shrunk in self._grams.added(grams, weight, lacking):
             for layer in layers:

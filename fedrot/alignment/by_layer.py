@@ -26,11 +26,14 @@ from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.groups import Symmetry
-from fedrot.tensors import TensorDict, Tensors, check_finite, check_update
+from fedrot.tensors import Device, TensorDict, Tensors, check_finite, check_update
 
 #: Entries of the layers in one piece, unless a single layer has more: 256 MB in
 #: float32.
 STACKED = 2**26
+
+#: Names of tensors that stay together.
+Names = set[str]
 
 #: Tensors in a packet start at multiples of this many bytes: aligned for every dtype
 #: and vector load.
@@ -62,16 +65,16 @@ def parts_of(
     groups = options.groups(symmetry)
     if not options.canonical:
         symmetry = replace(symmetry, redundant_biases=(), folds=(), centred=())
-    layers: dict[object, set[str]] = defaultdict(set)
+    layers: dict[object, Names] = defaultdict(set)
     for group in groups:
         key = group.layer if group.layer >= 0 else group.name
         layers[key].update(slot.tensor for slot in group.slots)
-    joined: list[set[str]] = []
+    joined: list[Names] = []
     for names in (*layers.values(), *_changed_together(symmetry)):
         touching = [other for other in joined if other & names]
         joined = [other for other in joined if not other & names]
         joined.append(names.union(*touching))
-    moved = set[str]().union(*joined)
+    moved = Names().union(*joined)
     sizes = {name: math.prod(shape) for name, shape in symmetry.shapes.items()}
     stacks = _stacked(joined, sizes, STACKED)
     largest = max((_size(stack, sizes) for stack in stacks), default=0)
@@ -85,7 +88,7 @@ def parts_of(
     return tuple(parts)
 
 
-def _changed_together(symmetry: Symmetry) -> list[set[str]]:
+def _changed_together(symmetry: Symmetry) -> list[Names]:
     """Return the sets of tensors that the canonical form changes together."""
     biases = [redundant.tensors for redundant in symmetry.redundant_biases]
     return biases + [fold.tensors for fold in symmetry.folds]
@@ -96,10 +99,10 @@ def _size(names: Iterable[str], sizes: Mapping[str, int]) -> int:
 
 
 def _stacked(
-    pieces: Iterable[set[str]], sizes: Mapping[str, int], most: int
-) -> list[set[str]]:
+    pieces: Iterable[Names], sizes: Mapping[str, int], most: int
+) -> list[Names]:
     """Join pieces in order, up to ``most`` entries; a larger piece stays alone."""
-    stacks: list[set[str]] = []
+    stacks: list[Names] = []
     room = 0
     for names in pieces:
         size = _size(names, sizes)
@@ -116,7 +119,7 @@ def align_by_layer(
     anchor: Tensors | Anchor,
     symmetry: Symmetry,
     options: AlignmentOptions | None = None,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
 ) -> Iterator[AlignedPart]:
     """Align an update on a device, and yield its pieces there one after the other.
 
@@ -140,7 +143,7 @@ def _aligned_parts(
     anchor: Anchor,
     symmetry: Symmetry,
     options: AlignmentOptions | None,
-    device: torch.device | str,
+    device: Device,
 ) -> Iterator[AlignedPart]:
     options = (options or AlignmentOptions()).for_model(symmetry)
     if options.canonical:
@@ -202,7 +205,7 @@ def moved_by_layer(
     anchor: Tensors | Anchor,
     symmetry: Symmetry,
     options: AlignmentOptions | None = None,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
     statistics: Statistics | None = None,
 ) -> tuple[Iterable[Tensors], Statistics, Callable[[], AlignmentReport]]:
     """Return an update in pieces, which are aligned on a device when they are read.

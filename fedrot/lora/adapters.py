@@ -198,14 +198,11 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
             raise UpdateError(f"The factor '{name}' has no partner '{other}'. {_WHOLE}")
         pairs.append(Pair(module, name, other, bool(match["kind"])))
     seconds = {pair.b for pair in pairs}
-    alone = [
-        name
-        for name in tensors
-        if re.search(r"\.lora_(embedding_)?B(\.|$)", name) and name not in seconds
-        if not name.endswith(".bias")  # LoraConfig(lora_bias=True)
-    ]
-    if alone:
-        raise UpdateError(f"The factor '{alone[0]}' has no partner. {_WHOLE}")
+    for name in tensors:
+        is_second = re.search(r"\.lora_(embedding_)?B(\.|$)", name)
+        # LoraConfig(lora_bias=True) gives B a bias.
+        if is_second and name not in seconds and not name.endswith(".bias"):
+            raise UpdateError(f"The factor '{name}' has no partner. {_WHOLE}")
     if not pairs:
         raise UpdateError(
             "There are no factors of a LoRA adapter among the tensors (names with "

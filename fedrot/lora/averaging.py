@@ -202,8 +202,7 @@ class AdapterAverage:
             self._like = {
                 name: t.new_empty(()).expand(t.shape) for name, t in tensors.items()
             }
-        if others:
-            self._others.fold(others, update.weight, statistics)
+        self._others.fold(others, update.weight, statistics)
 
         def fold(pair: Pair) -> None:
             a, b = wide_factors(tensors, pair)
@@ -226,7 +225,7 @@ class AdapterAverage:
         def averaged(pair: Pair) -> AveragedModule:
             return self._modules[pair].averaged(self.method.merge, self._like)
 
-        tensors = self._others.result() if self._others.weight else {}
+        tensors = self._others.result() if self._others.current else {}
         pairs = tuple(self._modules)
         averages = in_threads(averaged, pairs, self._like[pairs[0].a].device)
         modules: dict[str, AveragedModule] = {}

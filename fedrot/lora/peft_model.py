@@ -146,8 +146,8 @@ def train_only(model: Any, factors: str, adapter: str = "default") -> None:
     _check_adapter(model, adapter)
     parameters = factor_parameters(model, adapter)
     for pair in pairs_of(parameters):
-        parameters[pair.a].requires_grad_(factors in ("A", "both"))
-        parameters[pair.b].requires_grad_(factors in ("B", "both"))
+        parameters[pair.a].requires_grad_(factors != "B")
+        parameters[pair.b].requires_grad_(factors != "A")
 
 
 def factor_parameters(model: Any, adapter: str) -> dict[str, torch.nn.Parameter]:

@@ -129,8 +129,9 @@ class ProductSum:
         squared = (_inner(left, left) * _inner(right, right)).sum()
         distances = []
         for b, a in factors:
-            mixed = (_inner(left, b.mT) * _inner(right, a)).sum()
-            other = (_inner(b.mT, b.mT) * _inner(a, a)).sum()
+            columns = b.mT
+            mixed = (_inner(left, columns) * _inner(right, a)).sum()
+            other = (_inner(columns, columns) * _inner(a, a)).sum()
             # Rounding errors may make it negative.
             distance = (squared - 2 * mixed + other).clamp(min=0)
             distances.append(float(distance.sqrt()))

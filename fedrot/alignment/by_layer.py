@@ -285,11 +285,11 @@ _Placed = tuple[Tensor, int | None]
 
 @dataclass(frozen=True, eq=False)
 class _Gathered:
-    """A piece that is copied to pinned memory."""
+    """A piece that is copied to ``pinned`` memory, which is ``free`` after sending."""
 
     placed: list[_Placed]
-    size: int
-    turn: int
+    pinned: Tensor
+    free: torch.cuda.Event
     done: Future[None]
 
 
@@ -338,28 +338,23 @@ class _Pipeline:
             size += math.ceil(tensor.nbytes / _ALIGNED) * _ALIGNED
         if len(self._buffers[turn]) < size:
             self._buffers[turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        buffer = self._buffers[turn]
-        held = [
-            (tensor, _within(buffer, place, tensor))
-            for tensor, place in placed
-            if place is not None
-        ]
-        done = self._pool.submit(_fill, self._free[turn], held)
-        return _Gathered(placed, size, turn, done)
+        pinned = self._buffers[turn][:size]
+        free = self._free[turn]
+        done = self._pool.submit(_fill, free, pinned, placed)
+        return _Gathered(placed, pinned, free, done)
 
     def _send(self, gathered: _Gathered) -> Tensor:
         """Begin to copy the gathered tensors, and return the packet they arrive in."""
         gathered.done.result()
-        pinned = self._buffers[gathered.turn][: gathered.size]
         with torch.cuda.stream(self._stream):
-            packet = pinned.to(self._device, non_blocking=True)
-            self._free[gathered.turn].record(self._stream)
+            packet = gathered.pinned.to(self._device, non_blocking=True)
+            gathered.free.record(self._stream)
         return packet
 
     def _received(self, gathered: _Gathered, packet: Tensor) -> list[Tensor]:
         """Return the tensors on the device; computations wait for the copy."""
         stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(self._free[gathered.turn])
+        stream.wait_event(gathered.free)
         # The allocator reuses the packet's memory only after the computations on this
         # stream.
         packet.record_stream(stream)
@@ -374,9 +369,10 @@ def _within(packet: Tensor, place: int, like: Tensor) -> Tensor:
     return packet[place : place + like.nbytes].view(like.dtype).view(like.shape)
 
 
-def _fill(free: torch.cuda.Event, held: Iterable[tuple[Tensor, Tensor]]) -> None:
+def _fill(free: torch.cuda.Event, pinned: Tensor, placed: Iterable[_Placed]) -> None:
     """Copy tensors to their places after the buffer's last packet has been sent."""
     free.synchronize()
     with torch.no_grad():
-        for tensor, place in held:
-            place.copy_(tensor)
+        for tensor, place in placed:
+            if place is not None:
+                _within(pinned, place, tensor).copy_(tensor)

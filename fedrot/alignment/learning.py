@@ -177,8 +177,7 @@ def learn_alignment(
     chosen = symmetry.select(options.parts) if options.steps else ()
     learned = [each for each in map(options.learnable, chosen) if each is not None]
     losses = _descend(loss, batches, fixed, moved, learned, options) if learned else ()
-    with torch.no_grad():
-        elements = [each.move() for each in learned]
+    elements = [each.move() for each in learned]
     seconds = time.perf_counter() - begin
     moves = compact([*start.moves, *elements])
     alignment = alignment_of(moves, update, anchor, symmetry, seconds)

@@ -251,6 +251,12 @@ def wide_factors(tensors: Tensors, pair: Pair) -> Factors:
     return a.to(wide), b.to(wide)
 
 
+def rescale(tensors: TensorDict, name: str, scale: float) -> None:
+    """Replace a tensor, if there is one of this name, by ``scale`` times it."""
+    if name in tensors and scale != 1:
+        tensors[name] = tensors[name] * scale
+
+
 def named(matrices: Factors, pair: Pair, like: Tensors) -> TensorDict:
     """Return copies of matrices by name, in the shapes and dtypes of ``like``.
 

@@ -18,6 +18,7 @@ from fedrot.lora.adapters import (
     check_rank,
     factors,
     pairs_of,
+    rescale,
     wide_factors,
 )
 from fedrot.lora.gauges import GAUGES
@@ -193,7 +194,7 @@ class AdapterAverage:
             self._check_sizes(pair, a, b)
             modules[pair].check(a, b, settings)
             del others[pair.a], others[pair.b]
-            _rescale(others, pair.bias, scale / self._scales.get(pair, scale))
+            rescale(others, pair.bias, scale / self._scales.get(pair, scale))
         statistics = {TRAINED: update.statistics.get(TRAINED, {})}
         self._others.check(others, update.weight, statistics)
         if not self._updates:
@@ -231,7 +232,7 @@ class AdapterAverage:
         modules: dict[str, AveragedModule] = {}
         for pair, module in zip(pairs, averages, strict=True):
             tensors |= module.tensors
-            _rescale(tensors, pair.bias, self._scales[pair] / module.scale)
+            rescale(tensors, pair.bias, self._scales[pair] / module.scale)
             modules[pair.module] = module
         error = {name: module.error for name, module in modules.items()}
         lost = {name: module.lost for name, module in modules.items()}
@@ -249,8 +250,3 @@ class AdapterAverage:
                 f"outputs, those of the first adapter {inputs} to {outputs}. Use "
                 "one base model."
             )
-
-
-def _rescale(tensors: TensorDict, name: str, scale: float) -> None:
-    if name in tensors and scale != 1:
-        tensors[name] = tensors[name] * scale

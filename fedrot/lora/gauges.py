@@ -57,9 +57,11 @@ def transposed(factors: Factors) -> Factors:
     return factors[1].mT, factors[0].mT
 
 
-def gauged(
-    gauge: Callable[[Wanted], Factors], of: Wanted, of_embedding: bool
-) -> Factors:
+#: A choice among the pairs of factors with the same product.
+Gauge = Callable[[Wanted], Factors]
+
+
+def gauged(gauge: Gauge, of: Wanted, of_embedding: bool) -> Factors:
     """Return a gauge's factors; for an embedding, those of the transposed product."""
     return transposed(gauge(of.transposed)) if of_embedding else gauge(of)
 
@@ -164,7 +166,7 @@ def _size(of: Factors) -> float:
 
 
 #: The gauges by name. Plug-ins add theirs.
-GAUGES: dict[str, Callable[[Wanted], Factors]] = {
+GAUGES: dict[str, Gauge] = {
     "keep-a": keep_a,
     "previous": near_previous,
     "none": balanced,

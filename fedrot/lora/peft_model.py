@@ -16,6 +16,7 @@ from fedrot.lora.adapters import (
     factors,
     named,
     pairs_of,
+    rescale,
     wide_factors,
 )
 from fedrot.lora.gauges import Wanted, gauged, keep_a, near_previous
@@ -67,8 +68,7 @@ def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> TensorDic
         near = near_previous if first.s.any() else keep_a
         matrices = gauged(near, product, pair.of_embedding)
         reduced |= named(matrices, pair, tensors)
-        if pair.bias in tensors:
-            reduced[pair.bias] = factor * tensors[pair.bias]
+        rescale(reduced, pair.bias, factor)
     return reduced
 
 

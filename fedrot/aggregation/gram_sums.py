@@ -137,7 +137,7 @@ class Inverse:
         bound = inverted.square().sum().reciprocal()
         #: Whether the factor is the triangular one of Cholesky; else it is a root of
         #: the inverse.
-        self._triangular = not bool(failed) and bool(bound > smallest)
+        self._triangular = bool(not failed and bound > smallest)
         if not self._triangular:
             values, vectors = torch.linalg.eigh(even)
             kept = values > smallest

@@ -86,7 +86,7 @@ class AnchorRule:
     ) -> None:
         self.broadcast = self.current = broadcast
         self.find = find
-        self.mean = Mean() if mean is None else mean
+        self.mean = mean or Mean()
         self._adds = self.follows_mean and mean is None
 
     def align(self, update: Tensors) -> Alignment:

@@ -319,10 +319,10 @@ class _Pipeline:
         """
         arrived = self._sent
         gathered = self._gathered
-        self._sent = None if gathered is None else (gathered, self._send(gathered))
+        self._sent = (gathered, self._send(gathered)) if gathered else None
         tensors = [held[name].detach() for held, name in part]
         self._gathered = self._gather(tensors) if tensors else None
-        return [] if arrived is None else self._received(*arrived)
+        return self._received(*arrived) if arrived else []
 
     def _gather(self, tensors: list[Tensor]) -> _Gathered:
         """Begin to gather tensors; tensors on the device are not copied."""

@@ -201,7 +201,7 @@ Merge = Callable[[ModuleSums, Terms, int], Factors | None]
 
 def _of_rank(rank: int, factors: Factors | None) -> Factors | None:
     """Return the factors if they have this rank, else None."""
-    return factors if factors is not None and len(factors[0]) == rank else None
+    return factors if factors and len(factors[0]) == rank else None
 
 
 def share(part: float, whole: float) -> float:

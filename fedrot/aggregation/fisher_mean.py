@@ -55,7 +55,10 @@ class Fisher(Aggregator):
         self._coverage = Coverage()
 
     def add(
-        self, update: Tensors, weight: float, statistics: Statistics | None = None
+        self,
+        update: Tensors,
+        weight: float,
+        statistics: Statistics | None = None,
     ) -> None:
         """Add one update with its Fisher information.
 

@@ -56,7 +56,10 @@ class GramSums:
         self._rounding: dict[Layer, float] = {}
 
     def added(
-        self, grams: Grams, weight: float, lacking: AbstractSet[str]
+        self,
+        grams: Grams,
+        weight: float,
+        lacking: AbstractSet[str],
     ) -> Iterator[tuple[list[Layer], Tensor]]:
         """Add a client's Gram matrices; yield each as it is added.
 

@@ -72,7 +72,10 @@ class Mean(Aggregator):
         return self._mean
 
     def check(
-        self, update: Tensors, weight: float, statistics: Statistics | None = None
+        self,
+        update: Tensors,
+        weight: float,
+        statistics: Statistics | None = None,
     ) -> None:
         """Raise the errors of ``add``, without adding."""
         check_weight(weight)
@@ -82,7 +85,10 @@ class Mean(Aggregator):
         check_statistics(statistics or {}, shapes)
 
     def add(
-        self, update: Tensors, weight: float, statistics: Statistics | None = None
+        self,
+        update: Tensors,
+        weight: float,
+        statistics: Statistics | None = None,
     ) -> None:
         """Add one update.
 
@@ -95,7 +101,10 @@ class Mean(Aggregator):
         self.fold(update, weight, statistics)
 
     def fold(
-        self, update: Tensors, weight: float, statistics: Statistics | None = None
+        self,
+        update: Tensors,
+        weight: float,
+        statistics: Statistics | None = None,
     ) -> None:
         """Add one update that ``check`` has accepted."""
         self.fold_parts([update], weight, statistics)

@@ -39,7 +39,10 @@ class Aggregator(ABC):
 
     @abstractmethod
     def add(
-        self, update: Tensors, weight: float, statistics: Statistics | None = None
+        self,
+        update: Tensors,
+        weight: float,
+        statistics: Statistics | None = None,
     ) -> None:
         """Add one update; after an ``UpdateError`` nothing has been added."""
 
@@ -112,7 +115,8 @@ def _entries() -> Mapping[str, AggregationEntry]:
 
 
 def register_aggregation(
-    name: str, meaning: str
+    name: str,
+    meaning: str,
 ) -> Callable[[type[Built]], type[Built]]:
     """Return a class decorator that registers an aggregation, an ``Aggregator``.
 
@@ -142,7 +146,8 @@ def aggregations(inputs: Collection[str] | None = None) -> tuple[AggregationEntr
 
 
 def aggregation_named(
-    name: str, **arguments: Callable[[], object]
+    name: str,
+    **arguments: Callable[[], object],
 ) -> Callable[[], Aggregator]:
     """Return a function that builds a new aggregator.
 

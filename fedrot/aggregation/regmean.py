@@ -73,7 +73,10 @@ class RegMean(Aggregator):
         self._trained: TensorDict = {}
 
     def add(
-        self, update: Tensors, weight: float, statistics: Statistics | None = None
+        self,
+        update: Tensors,
+        weight: float,
+        statistics: Statistics | None = None,
     ) -> None:
         """Add one update with its Gram matrices.
 

@@ -82,7 +82,10 @@ class AnchorRule:
     by_layers: bool = False
 
     def __init__(
-        self, broadcast: Anchor, find: Finder, mean: Mean | None = None
+        self,
+        broadcast: Anchor,
+        find: Finder,
+        mean: Mean | None = None,
     ) -> None:
         self.broadcast = self.current = broadcast
         self.find = find
@@ -195,7 +198,9 @@ def in_other_basis(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> bool
 
 
 def decided(
-    options: AlignmentOptions, other_basis: AlignmentOptions | None, symmetry: Symmetry
+    options: AlignmentOptions,
+    other_basis: AlignmentOptions | None,
+    symmetry: Symmetry,
 ) -> tuple[AlignmentOptions, AlignmentOptions | None]:
     """Return the options of a round, with ``canonical`` decided for a model.
 

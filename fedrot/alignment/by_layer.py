@@ -49,7 +49,8 @@ class AlignedPart:
 
 
 def parts_of(
-    symmetry: Symmetry, options: AlignmentOptions | None = None
+    symmetry: Symmetry,
+    options: AlignmentOptions | None = None,
 ) -> tuple[Symmetry, ...]:
     """Split a model into pieces that share no tensor, each with its own symmetry.
 
@@ -99,7 +100,9 @@ def _size(names: Iterable[str], sizes: Mapping[str, int]) -> int:
 
 
 def _stacked(
-    pieces: Iterable[Names], sizes: Mapping[str, int], most: int
+    pieces: Iterable[Names],
+    sizes: Mapping[str, int],
+    most: int,
 ) -> list[Names]:
     """Join pieces in order, up to ``most`` entries; a larger piece stays alone."""
     stacks: list[Names] = []
@@ -188,7 +191,8 @@ def _aligned_part(
 
 
 def merged_report(
-    parts: Iterable[AlignmentReport], symmetry: Symmetry
+    parts: Iterable[AlignmentReport],
+    symmetry: Symmetry,
 ) -> AlignmentReport:
     """Return a model's report from those of its pieces, in the order of the groups."""
     reports = list(parts)

@@ -145,7 +145,9 @@ def beyond_chance(lines: Sequence[Evidence]) -> bool:
 
 
 def diagnose(
-    base: Tensors, updates: Sequence[Tensors], symmetry: Symmetry
+    base: Tensors,
+    updates: Sequence[Tensors],
+    symmetry: Symmetry,
 ) -> Diagnosis:
     """Find out whether clients are in different coordinates, and which average to take.
 

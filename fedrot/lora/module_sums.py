@@ -179,7 +179,10 @@ class ModuleSums:
         return AveragedModule(tensors, scale, next(iter(of_factors), None), error, lost)
 
     def _errors(
-        self, terms: Terms, scale: float, compared: Sequence[Factors]
+        self,
+        terms: Terms,
+        scale: float,
+        compared: Sequence[Factors],
     ) -> list[float]:
         """Return ``|D - s B A| / |D|`` for each pair of factors; 0 if both are 0.
 
@@ -210,7 +213,9 @@ def share(part: float, whole: float) -> float:
 
 
 def in_threads(
-    work: Callable[[_Item], _Result], items: Sequence[_Item], device: torch.device
+    work: Callable[[_Item], _Result],
+    items: Sequence[_Item],
+    device: torch.device,
 ) -> list[_Result]:
     """Return ``work`` of every item; on a CPU, several items are computed at a time.
 

@@ -184,7 +184,10 @@ def _enlarged(stack: Tensor, used: int, room: int, like: Tensor) -> Tensor:
 
 
 def decomposed(
-    left: Tensor, right: Tensor, known: Tensor = _NO_VALUES, most: int | None = None
+    left: Tensor,
+    right: Tensor,
+    known: Tensor = _NO_VALUES,
+    most: int | None = None,
 ) -> Terms:
     """Return the singular value decomposition of ``left @ right``.
 

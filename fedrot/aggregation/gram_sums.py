@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, linalg
 
 from fedrot.aggregation.coverage import Coverage
 from fedrot.collect.statistics import INPUT_AXIS, Statistics
@@ -122,7 +122,8 @@ class Inverse:
         # Rounding errors are proportional to the diagonal, so it is scaled to 1.
         diagonal = matrix.diagonal()
         self._scale = torch.where(diagonal > 0, diagonal.clamp_min(0).rsqrt(), 1.0)
-        even = matrix * self._scale.unsqueeze(-1) * self._scale
+        column = self._scale.unsqueeze(-1)
+        even = matrix * column * self._scale
         # Entries of a scaled Gram matrix are at most 1; rounding errors beside a tiny
         # diagonal are not.
         even = even.nan_to_num(0.0).clamp(-1, 1)
@@ -132,25 +133,24 @@ class Inverse:
         null = dead.to(even).diag()
         even = even + null
         self.unseen = int(dead.sum())
-        self._factor, failed = torch.linalg.cholesky_ex(even)
+        self._factor, failed = linalg.cholesky_ex(even)
         # The smallest eigenvalue is at least 1 / trace(even^-1); a pivot may be much
         # larger than it.
         eye = identity(even)
-        inverted = torch.linalg.solve_triangular(self._factor, eye, upper=False)
+        inverted = linalg.solve_triangular(self._factor, eye, upper=False)
         bound = inverted.square().sum().reciprocal()
         #: Whether the factor is the triangular one of Cholesky; else it is a root of
         #: the inverse.
         self._triangular = bool(not failed and bound > smallest)
         if not self._triangular:
-            values, vectors = torch.linalg.eigh(even)
+            values, vectors = linalg.eigh(even)
             kept = values > smallest
             count = int((~kept).sum())
             self.unseen += count
             self._factor = vectors * (torch.where(kept, values, 1.0).rsqrt() * kept)
             # An orthonormal basis of the directions that the matrix maps to zero.
-            raw = vectors * ~kept * self._scale.unsqueeze(-1)
-            u, _, _ = torch.linalg.svd(raw)
-            basis = u[:, :count]
+            raw = vectors * ~kept * column
+            basis = linalg.svd(raw).U[:, :count]
             null = null + basis @ basis.mT
         self._null = null if self.unseen else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, linalg
 
 from fedrot.aggregation.gram_sums import (
     MOST_GROWTH,
@@ -104,7 +104,7 @@ class RegMean(Aggregator):
                 sums = self._layers.setdefault(layer, _Sums(sent))
                 apart = sent - sums.reference
                 sums.product = sums.product + apart @ shrunk
-                distance = float(torch.linalg.vector_norm(apart))
+                distance = float(linalg.vector_norm(apart))
                 sums.farthest = max(sums.farthest, distance)
 
     def result(self) -> TensorDict:
@@ -134,8 +134,8 @@ class RegMean(Aggregator):
                     "zero at every client; in these directions the weights are the mean"
                 )
             weight = _oriented(kind, solution).to(mean.dtype)
-            distance = torch.linalg.vector_norm(solution - sums.reference)
-            norm = torch.linalg.vector_norm(weight, dtype=torch.float64)
+            distance = linalg.vector_norm(solution - sums.reference)
+            norm = linalg.vector_norm(weight, dtype=torch.float64)
             if distance > MOST_GROWTH * sums.farthest or not norm <= LARGEST_NORM:
                 notes[name] = UNBOUNDED
                 continue

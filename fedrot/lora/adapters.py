@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 #: Names of the first factor: ``lora_A.weight``, ``lora_A.NAME.weight``,
 #: ``lora_embedding_A``.
-_FIRST = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?A(?P<rest>(\..+)?)")
+_FIRST = re.compile(
+    r"(?P<start>(?P<module>.+)\.lora_(?P<kind>embedding_)?)A(?P<rest>(\..+)?)"
+)
 #: PEFT's prefix of the names of a model's modules.
 _WRAPPER = "base_model.model."
 _WHOLE = (
@@ -193,7 +195,7 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
                 f"'{module}' has two pairs of factors. Give the tensors of "
                 "one adapter: adapter_tensors(model, name)."
             )
-        other = f"{module}.lora_{match['kind'] or ''}B{match['rest']}"
+        other = f"{match['start']}B{match['rest']}"
         if other not in tensors:
             raise UpdateError(f"The factor '{name}' has no partner '{other}'. {_WHOLE}")
         pairs.append(Pair(module, name, other, bool(match["kind"])))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, linalg
 
 from fedrot.aggregation.mean import Mean
 from fedrot.errors import UpdateError
@@ -82,7 +82,7 @@ class ModuleSums:
             )
         scale = settings.scale(self.pair.module, len(a))
         for name, factor, by in ((self.pair.a, a, 1.0), (self.pair.b, b, scale)):
-            norm = by * float(torch.linalg.vector_norm(factor, dtype=torch.float64))
+            norm = by * float(linalg.vector_norm(factor, dtype=torch.float64))
             if not norm <= LARGEST_FACTOR:
                 raise UpdateError(
                     f"The factor '{name}' has norm {norm:.3g} (with the adapter's "

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, linalg
 
 from fedrot.tensors import identity
 
@@ -50,7 +50,7 @@ class Terms:
 
     def tail(self, rank: int) -> float:
         """Return the Frobenius norm of the terms beyond the first ``rank``."""
-        return float(torch.linalg.vector_norm(self.s[rank:], dtype=torch.float64))
+        return float(linalg.vector_norm(self.s[rank:], dtype=torch.float64))
 
     def first(self, rank: int) -> Terms:
         """Return the first ``rank`` terms.
@@ -171,7 +171,7 @@ def _balance(left: Tensor, right: Tensor) -> None:
 
 
 def _norms(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return linalg.vector_norm(rows, dim=1, dtype=torch.float64)
 
 
 def _enlarged(stack: Tensor, used: int, room: int, like: Tensor) -> Tensor:
@@ -217,9 +217,9 @@ def decomposed(
 
 
 def _by_qr(left: Tensor, right: Tensor, most: int | None) -> Terms:
-    q, r = torch.linalg.qr(left)
-    p, t = torch.linalg.qr(right.mT)
-    u, s, vt = torch.linalg.svd(r @ t.mT, full_matrices=False)
+    q, r = linalg.qr(left)
+    p, t = linalg.qr(right.mT)
+    u, s, vt = linalg.svd(r @ t.mT, full_matrices=False)
     return Terms(q @ u[:, :most], s, vt[:most] @ p.mT)
 
 
@@ -233,7 +233,7 @@ def _by_gram(left: Tensor, right: Tensor, known: Tensor, most: int | None) -> Te
     r, inverse = _root(_gram(left.mT, known))
     if not len(r):
         return Terms(left[:, :0], left.new_empty(0), right[:0])
-    squares, vectors = torch.linalg.eigh(r @ _gram(right, known) @ r.mT)
+    squares, vectors = linalg.eigh(r @ _gram(right, known) @ r.mT)
     # eigh sorts in ascending order.
     s = squares.clamp(min=0).sqrt().flip(0)
     p = vectors.flip(1)
@@ -250,13 +250,13 @@ def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
 
     Directions of rounding errors are left out.
     """
-    lower, failed = torch.linalg.cholesky_ex(gram)
+    lower, failed = linalg.cholesky_ex(gram)
     pivots = lower.diagonal()
     if not failed and pivots.min() > WELL_CONDITIONED * pivots.max():
         upper = lower.mT
         eye = identity(gram)
-        return upper, torch.linalg.solve_triangular(upper, eye, upper=True)
-    values, vectors = torch.linalg.eigh(gram)
+        return upper, linalg.solve_triangular(upper, eye, upper=True)
+    values, vectors = linalg.eigh(gram)
     there = values > values[-1] * SMALLEST**2
     roots = values[there].flip(0).sqrt()
     vectors = vectors[:, there].flip(1)
@@ -296,6 +296,6 @@ def _extended(basis: Tensor, count: int) -> Tensor:
     drawn = wide.to(basis)
     # Twice is enough for orthogonality in floating point.
     for _ in range(2):
-        drawn, _ = torch.linalg.qr(drawn - basis @ (basis.mT @ drawn))
+        drawn, _ = linalg.qr(drawn - basis @ (basis.mT @ drawn))
     zeros = basis.new_zeros(length, count - room)
     return torch.cat([basis, drawn, zeros], 1)

@@ -80,7 +80,7 @@ class Mean(Aggregator):
         """Raise the errors of ``add``, without adding."""
         check_weight(weight)
         like = self._mean or update
-        shapes = {name: tuple(tensor.shape) for name, tensor in like.items()}
+        shapes = {name: tensor.shape for name, tensor in like.items()}
         check_update(update, shapes)
         check_statistics(statistics or {}, shapes)
 

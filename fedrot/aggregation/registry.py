@@ -55,7 +55,7 @@ class Aggregator(ABC):
         """Add one update that comes in parts; all are held unless it streams."""
         whole: TensorDict = {}
         for part in parts:
-            whole.update(part)
+            whole |= part
         self.add(whole, weight, statistics)
 
     @abstractmethod

@@ -191,11 +191,10 @@ def _aligned_part(
 
 
 def merged_report(
-    parts: Iterable[AlignmentReport],
+    reports: Sequence[AlignmentReport],
     symmetry: Symmetry,
 ) -> AlignmentReport:
     """Return a model's report from those of its pieces, in the order of the groups."""
-    reports = list(parts)
     rows = {row.group: row for report in reports for row in report.groups}
     groups = tuple(rows[group.name] for group in symmetry.groups if group.name in rows)
     before = sum(report.before for report in reports)

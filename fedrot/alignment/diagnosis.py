@@ -51,6 +51,10 @@ class Evidence(Shares):
     layer: int | None = None
 
 
+#: Evidence of several parts and layers.
+Lines = tuple[Evidence, ...]
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """What updates gain from alignment; ``print(diagnosis)`` shows the advice.
@@ -67,9 +71,9 @@ class Diagnosis:
     """
 
     cosines: tuple[float, ...]
-    clients: tuple[Evidence, ...]
-    base: tuple[Evidence, ...]
-    whole: tuple[Evidence, ...]
+    clients: Lines
+    base: Lines
+    whole: Lines
 
     def __str__(self) -> str:
         return self.sentence
@@ -288,7 +292,7 @@ def diagnosis_of(rows: Iterable[Row]) -> Diagnosis:
     return Diagnosis((), evidence(near), (), evidence(whole))
 
 
-def evidence(rows: Iterable[Row]) -> tuple[Evidence, ...]:
+def evidence(rows: Iterable[Row]) -> Lines:
     """Return the evidence of rows by part and layer, in the order of the rows."""
 
     def key(row: Row) -> tuple[str, int | None]:

@@ -21,7 +21,7 @@ from fedrot.matching.descent import compact
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Group, Move, Slot, Symmetry
 from fedrot.symmetry.rotary_actions import RotaryPhases
-from fedrot.tensors import TensorDict, Tensors
+from fedrot.tensors import Shape, TensorDict, Tensors
 
 #: Differentiable loss of a model's tensors on one batch.
 Loss = Callable[[Tensors, Tensors], Tensor]
@@ -51,7 +51,7 @@ class Learnable:
         """Return a group at the identity; None if its elements have no gradient."""
         action = group.action
         if isinstance(action, RotaryPhases):
-            shape: tuple[int, ...] = (action.heads, action.dim // 2)
+            shape: Shape = (action.heads, action.dim // 2)
         elif isinstance(action, HeadRotation):
             shape = (action.heads, action.dim, action.dim)
         else:

@@ -230,7 +230,8 @@ def factors(tensors: Tensors, pair: Pair) -> Factors:
     """
     a = tensors[pair.a]
     b = tensors[pair.b]
-    for name, factor in ((pair.a, a), (pair.b, b)):
+    for name in (pair.a, pair.b):
+        factor = tensors[name]
         if factor.ndim < 2 or not factor.numel():
             raise UpdateError(
                 f"The factors '{pair.a}' and '{pair.b}' have no common rank: '{name}' "

@@ -242,11 +242,13 @@ class AdapterAverage:
         return tensors, report
 
     def _check_sizes(self, pair: Pair, a: Tensor, b: Tensor) -> None:
-        inputs = self._like.get(pair.a, a).shape[1:].numel()
-        outputs = len(self._like.get(pair.b, b))
-        if a.shape[1] != inputs or len(b) != outputs:
+        inputs = a.shape[1]
+        outputs = len(b)
+        first_inputs = self._like.get(pair.a, a).shape[1:].numel()
+        first_outputs = len(self._like.get(pair.b, b))
+        if inputs != first_inputs or outputs != first_outputs:
             raise UpdateError(
-                f"The factors of '{pair.module}' map {a.shape[1]} inputs to {len(b)} "
-                f"outputs, those of the first adapter {inputs} to {outputs}. Use "
-                "one base model."
+                f"The factors of '{pair.module}' map {inputs} inputs to {outputs} "
+                f"outputs, those of the first adapter {first_inputs} to "
+                f"{first_outputs}. Use one base model."
             )

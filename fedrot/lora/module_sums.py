@@ -108,26 +108,24 @@ class ModuleSums:
 
     def received(self, like: Tensor) -> Factors | None:
         """Return the factors that clients received, to be computed with ``like``."""
-        received = self._previous()
-        if received is None:
+        if self.plan.previous is None:
             return None
+        received = factors(self.plan.previous, self.pair)
         a, b = (factor.to(like.device, compute_dtype(like)) for factor in received)
         return a, b
 
-    def _previous(self) -> Factors | None:
-        if self.plan.previous is None:
-            return None
-        if self.pair.a not in self.plan.previous:
+    def _previous_rank(self) -> int:
+        """Return the rank of the factors that clients received; 0 if unknown."""
+        previous = self.plan.previous
+        if previous is None:
+            return 0
+        if self.pair.a not in previous:
             raise UpdateError(
                 "The adapter that the clients received does not contain "
                 f"'{self.pair.module}'."
             )
-        return factors(self.plan.previous, self.pair)
-
-    def _previous_rank(self) -> int:
-        """Return the rank of the factors that clients received; 0 if unknown."""
-        received = self._previous()
-        return len(received[0]) if received else 0
+        a, _ = factors(previous, self.pair)
+        return len(a)
 
     def factors(self, scale: float) -> Factors | None:
         """Return the means of ``A`` and ``B / scale``; None if ranks differ."""

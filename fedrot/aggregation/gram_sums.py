@@ -145,11 +145,12 @@ class Inverse:
         if not self._triangular:
             values, vectors = linalg.eigh(even)
             kept = values > smallest
-            count = int((~kept).sum())
+            zero = ~kept
+            count = int(zero.sum())
             self.unseen += count
             self._factor = vectors * (torch.where(kept, values, 1.0).rsqrt() * kept)
             # An orthonormal basis of the directions that the matrix maps to zero.
-            raw = vectors * ~kept * column
+            raw = vectors * zero * column
             basis = linalg.svd(raw).U[:, :count]
             null = null + basis @ basis.mT
         self._null = null if self.unseen else None

@@ -21,6 +21,7 @@ from fedrot.collect.statistics import (
     INPUT_AXIS,
     TRAINED,
     Statistics,
+    along_rows,
     untrained,
 )
 from fedrot.errors import FedrotError, UpdateError
@@ -140,8 +141,7 @@ class RegMean(Aggregator):
                 notes[name] = UNBOUNDED
                 continue
             # Other rows keep the mean over the clients that trained them.
-            regressed = self._trained.get(name, ALL_ROWS).reshape(-1, 1)
-            rows = regressed.to(weight.device)
+            rows = along_rows(self._trained.get(name, ALL_ROWS), weight)
             merged[name] = torch.where(rows, weight, mean).contiguous()
         self.notes = notes
         return merged

@@ -183,8 +183,8 @@ def base_cosine(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> float:
         u, a = (t[name].detach()[::every] for t in (update, anchor))
         wide = torch.promote_types(compute_dtype(u), compute_dtype(a))
         u, a = (t.to(wide).flatten() for t in (u, a))
-        dots = [torch.dot(u, a), torch.dot(u, u), torch.dot(a, a)]
-        products.append(torch.stack(dots).double())
+        dots = torch.stack([u @ a, u @ u, a @ a])
+        products.append(dots.double())
     if not products:
         return 1.0
     across, of_update, of_anchor = torch.stack(products).sum(0).tolist()

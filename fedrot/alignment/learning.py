@@ -132,7 +132,7 @@ def loss_of(model: nn.Module) -> Loss:
     Batches are keyword arguments of its forward, labels included. The model is not
     changed; put it into evaluation mode for a loss without dropout.
     """
-    names = {name for name, _ in model.named_parameters()}
+    names = dict(model.named_parameters()).keys()
 
     def loss(tensors: Tensors, batch: Tensors) -> Tensor:
         parameters = {name: tensors[name] for name in names}

@@ -86,8 +86,10 @@ def balanced(of: Wanted) -> Factors:
         _, outside, directions = _around(kept[0], vt)
         rest = directions[:, len(s) :].mT @ outside
     a = torch.cat([root[:, None] * vt, rest])
-    b = torch.cat([u * root, u.new_zeros(len(u), len(rest))], 1)
-    signs = a.gather(1, a.abs().argmax(1, keepdim=True)).sign()
+    unused = u.new_zeros(len(u), len(rest))
+    b = torch.cat([u * root, unused], 1)
+    largest = a.abs().argmax(1, keepdim=True)
+    signs = a.gather(1, largest).sign()
     return signs * a, signs.mT * b
 
 
@@ -123,7 +125,8 @@ def rotated(factors: Factors, to: Factors | None) -> Factors:
         return factors
     a, b = factors
     a_to, b_to = to
-    r = polar((a_to @ a.mT + b_to.mT @ b).double()).to(a)
+    products = a_to @ a.mT + b_to.mT @ b
+    r = polar(products.double()).to(a)
     return r @ a, b @ r.mT
 
 

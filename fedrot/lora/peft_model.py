@@ -153,13 +153,13 @@ def train_only(model: Any, factors: str, adapter: str = "default") -> None:
 def factor_parameters(model: Any, adapter: str) -> dict[str, torch.nn.Parameter]:
     """Return an adapter's factors, as parameters, by names of ``adapter_tensors``."""
     named = re.compile(
-        rf"(.+\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}(\.weight)?"
+        rf"(.+\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}((?:\.weight)?)"
     )
     factors = {}
     for name, parameter in model.named_parameters():
         match = named.fullmatch(name)
         if match:
-            factors[match[1] + (match[2] or "")] = parameter
+            factors[match[1] + match[2]] = parameter
     return factors
 
 

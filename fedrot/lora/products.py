@@ -165,7 +165,8 @@ def _balance(left: Tensor, right: Tensor) -> None:
     of_right = _norms(right)
     used = (of_left > 0) & (of_right > 0)
     ratio = torch.where(used, of_right / of_left, 1.0)
-    factor = torch.exp2((ratio.log2() / 2).round()).to(left)[:, None]
+    power = (ratio.log2() / 2).round()
+    factor = torch.exp2(power).to(left)[:, None]
     left.mul_(factor)
     right.div_(factor)
 
@@ -233,7 +234,8 @@ def _by_gram(left: Tensor, right: Tensor, known: Tensor, most: int | None) -> Te
     r, inverse = _root(_gram(left.mT, known))
     if not len(r):
         return Terms(left[:, :0], left.new_empty(0), right[:0])
-    squares, vectors = linalg.eigh(r @ _gram(right, known) @ r.mT)
+    gram = r @ _gram(right, known) @ r.mT
+    squares, vectors = linalg.eigh(gram)
     # eigh sorts in ascending order.
     s = squares.clamp(min=0).sqrt().flip(0)
     p = vectors.flip(1)

@@ -152,12 +152,12 @@ def train_only(model: Any, factors: str, adapter: str = "default") -> None:
 
 def factor_parameters(model: Any, adapter: str) -> dict[str, torch.nn.Parameter]:
     """Return an adapter's factors, as parameters, by names of ``adapter_tensors``."""
-    named = re.compile(
+    pattern = re.compile(
         rf"(.+\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}((?:\.weight)?)"
     )
     factors = {}
     for name, parameter in model.named_parameters():
-        match = named.fullmatch(name)
+        match = pattern.fullmatch(name)
         if match:
             factors[match[1] + match[2]] = parameter
     return factors

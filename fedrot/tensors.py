@@ -121,12 +121,13 @@ def check_update(update: Mapping[str, Shaped], shapes: Shapes) -> None:
     for name, shape in shapes.items():
         if name not in update:
             raise UpdateError(_missing(name, update, shapes))
-        if tuple(update[name].shape) != shape:
+        tensor = update[name]
+        if tuple(tensor.shape) != shape:
             raise UpdateError(
-                f"The tensor '{name}' has shape {list(update[name].shape)}, the model "
+                f"The tensor '{name}' has shape {list(tensor.shape)}, the model "
                 f"has {list(shape)}. Send the tensors of the same model."
             )
-        why = unusable(update[name])
+        why = unusable(tensor)
         if why:
             raise UpdateError(f"The tensor '{name}' {why}.")
     extra = [name for name in update if name not in shapes]
@@ -151,8 +152,8 @@ def _missing(name: str, update: Mapping[str, Shaped], shapes: Shapes) -> str:
             "are missing. Average adapters with FedRotLoRA, or merge the adapter "
             "(peft: merge_and_unload) and send the whole model."
         )
-    extra = (other for other in update if other not in shapes)
-    like = next((other for other in extra if _alike(other, name)), None)
+    alike = (other for other in update if other not in shapes and _alike(other, name))
+    like = next(alike, None)
     instead = f"; the update has '{like}' instead" if like else ""
     count = sum(other not in update for other in shapes)
     return (
@@ -174,7 +175,7 @@ def check_finite(update: Tensors) -> None:
             continue
         norm = torch.linalg.vector_norm(tensor.detach(), dtype=compute_dtype(tensor))
         if not norm <= LARGEST_NORM:
-            finite = bool(torch.isfinite(tensor).all())
+            finite = torch.isfinite(tensor).all()
             what = "values whose squares overflow float32" if finite else "NaN or Inf"
             raise UpdateError(
                 f"The tensor '{name}' holds {what}. Check the client's training "
@@ -182,13 +183,12 @@ def check_finite(update: Tensors) -> None:
             )
 
 
-def widened(tensors: Tensors) -> dict[str, Tensor]:
+def widened(tensors: Tensors) -> TensorDict:
     """Return tensors, floating-point ones in their ``compute_dtype``."""
-    wide = dict(tensors)
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point():
-            wide[name] = tensor.to(compute_dtype(tensor))
-    return wide
+    return {
+        name: tensor.to(compute_dtype(tensor)) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def checked_device(device: Device) -> torch.device:

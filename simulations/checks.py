@@ -1,12 +1,11 @@
-"""Checks of experiments before anything is run, what is said about their data, and an
-estimate.
-"""
+"""Checks of experiments before anything is run, and an estimate of their costs."""
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import process_time
 from typing import Any
@@ -17,9 +16,11 @@ import torch
 from fedrot.errors import FedrotError
 from fedrot.simulations.engine import Machine
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.federation.cells import Cell, CellRun, strategy_of
+from fedrot.simulations.federation.cells import CellRun, strategy_of
 from fedrot.simulations.models import build_model, model_config, tensors_of
+from fedrot.simulations.run_folder import Cell
 from fedrot.simulations.strategy import NAMED, Strategy
+from fedrot.simulations.summary import span
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.registry import TASKS
 from fedrot.simulations.tasks.training import Task, task_of
@@ -36,29 +37,29 @@ class Checked:
         described: its fields; ``label_names``; by ``seeds``, the rows of each client
             and class; and ``strategies`` by name, with their ``code`` and a sentence,
             ``says``.
-        said: sentences about the data.
+        sentences: about the data.
         test_rows: number of test rows.
         seconds: processor time of a row of training.
         memory: bytes of the models of one job.
     """
 
     described: dict[str, Any]
-    said: list[str]
+    sentences: list[str]
     test_rows: int
     seconds: float
     memory: int
 
 
 def checked(experiment: Experiment) -> Checked:
-    """Load data, partitions and model of an experiment, try every strategy, and time a
-    training step.
+    """Load data and model of an experiment, try every strategy, and time a step.
 
     Raises ``FedrotError`` for bad input.
     """
     task = task_of(experiment.to_json())
     training.check_labels(task)
-    parts = {str(seed): task.partition(seed) for seed in experiment.seeds}
-    names, first = next(iter(parts.values()))
+    seeds = {}
+    for seed in experiment.seeds:
+        names, seeds[str(seed)] = task.partition(seed)
     model = build_model(experiment, task.data, seed=0)
     training.check_model(task, model)
     if experiment.start == "scrambled":
@@ -69,28 +70,37 @@ def checked(experiment: Experiment) -> Checked:
             _check_strategy(task, strategy, model)
         except (TypeError, ValueError) as error:
             raise FedrotError(f"strategy '{strategy.name}': {error}") from error
-        told = {
+        strategies[strategy.name] = {
+            **strategy.model_dump(mode="json"),
             "code": strategy.code(experiment),
             "says": NAMED.get(strategy.name, {}).get("says", ""),
         }
-        strategies[strategy.name] = {**strategy.model_dump(mode="json"), **told}
-    seeds = {seed: counts for seed, (_, counts) in parts.items()}
-    more = {"label_names": [*names], "seeds": seeds, "strategies": strategies}
-    size = sum(tensor.nbytes for tensor in tensors_of(model).values())
+    described = {
+        **experiment.model_dump(mode="json"),
+        "label_names": [*names],
+        "seeds": seeds,
+        "strategies": strategies,
+    }
+    sizes = [sum(counts) for counts in seeds[str(experiment.seeds[0])]]
+    model_bytes = sum(tensor.nbytes for tensor in tensors_of(model).values())
+    return Checked(
+        described=described,
+        sentences=[task.data.said, *_remarks(task, names, sizes)],
+        test_rows=len(task.test),
+        seconds=_timed(task, model),
+        memory=(experiment.clients + 3) * model_bytes,
+    )
+
+
+def _timed(task: Task, model: Any) -> float:
+    """Return the processor time of a row in a step of training."""
     torch.set_num_threads(1)
-    rows = task.objective.usable(task.train, np.arange(len(task.train)))[
-        : experiment.batch_size
-    ]
+    rows = task.objective.usable(task.train, np.arange(len(task.train)))
+    rows = rows[: task.experiment.batch_size]
     for _ in range(2):  # the first step allocates memory
         start = process_time()
         training.train(model, task, rows, seed=0, epochs=1.0)
-    return Checked(
-        {**experiment.model_dump(mode="json"), **more},
-        [task.data.said, *_remarks(task, names, [*map(sum, first)])],
-        len(task.test),
-        (process_time() - start) / len(rows),
-        (experiment.clients + 3) * size,
-    )
+    return (process_time() - start) / len(rows)
 
 
 def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
@@ -100,104 +110,110 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
         raise FedrotError(
             f"unknown metric '{strategy.guard}'; one of {', '.join(known)}"
         )
-    clients = strategy.clients or range(experiment.clients)
-    for seed in experiment.seeds if strategy.chooses else ():
-        if not any(len(task.client_rows(seed, client)[1]) for client in clients):
-            raise FedrotError(
-                f"it needs clients' held-out rows, but holdout {experiment.holdout:g} "
-                f"gives none with seed {seed}; use a larger holdout, fewer clients or "
-                "more rows"
-            )
+    if strategy.chooses:
+        clients = strategy.clients or range(experiment.clients)
+        for seed in experiment.seeds:
+            if not _held_out(task, seed, clients):
+                raise FedrotError(
+                    f"it needs clients' held-out rows, but holdout "
+                    f"{experiment.holdout:g} gives none with seed {seed}; use a larger "
+                    "holdout, fewer clients or more rows"
+                )
     if strategy.fits and not experiment.lora:
         task_head_of(model.config, model.state_dict())
     if strategy.kind == "fedrot":
         built = strategy_of(CellRun(experiment, 0, strategy), model)
         options = getattr(built, "alignment", None)  # adapters have none
         if options is not None:
-            symmetry = symmetry_of(
-                model_config(experiment, task.data), model.state_dict()
-            )
+            config = model_config(experiment, task.data)
+            symmetry = symmetry_of(config, model.state_dict())
             options.layer_indices(symmetry.layers)
 
 
+def _held_out(task: Task, seed: int, clients: Iterable[int]) -> int:
+    """Return how many rows the clients hold out in all."""
+    count = 0
+    for client in clients:
+        _, rows = task.client_rows(seed, client)
+        count += len(rows)
+    return count
+
+
 def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
-    """Yield sentences about rows, clients (first seed), the largest class and few
-    held-out rows.
-    """
-    experiment, labels, seed = (
-        task.experiment,
-        task.data.train.labels,
-        task.experiment.seeds[0],
-    )
-    between = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
+    """Yield sentences about the data; clients are those of the first seed."""
+    experiment = task.experiment
+    train = task.data.train
+    seed = experiment.seeds[0]
+    rows = len(train.labels)
     yield (
-        f"{len(labels)} training rows and {len(task.test)} test rows, {len(names)} "
-        "classes."
+        f"{rows} training rows and {len(task.test)} test rows, {len(names)} classes."
     )
+    shared = ""
     kind, _, column = experiment.partition.partition(":")
-    values = {*map(str, task.data.train.columns[column])} if kind == "column" else ()
-    shared = (
-        f", of {len(values)} values of '{column}'" if len(values) > len(sizes) else ""
-    )
-    yield f"{len(sizes)} clients have {between} rows each (seed {seed}){shared}."
+    if kind == "column":
+        values = {*map(str, train.columns[column])}
+        if len(values) > len(sizes):
+            shared = f", of {len(values)} values of '{column}'"
+    yield f"{len(sizes)} clients have {span(sizes)} rows each (seed {seed}){shared}."
     if TASKS[experiment.task].classifies and task.data.kind == "single":
-        largest = int(np.bincount(labels).argmax())
+        largest = int(np.bincount(train.labels).argmax())
         share = float(np.mean(task.data.test.labels == largest))
         yield (
             f"A model that always answers '{names[largest]}' would have accuracy "
             f"{share:.3f}."
         )
-    if lost := len(labels) - sum(sizes):
+    lost = rows - sum(sizes)
+    if lost:
         yield (
-            f"Partition {experiment.partition} leaves out {lost} of {len(labels)} rows "
-            f"(seed {seed})."
+            f"Partition {experiment.partition} leaves out {lost} of {rows} rows (seed "
+            f"{seed})."
         )
     choosing = [strategy.name for strategy in experiment.strategies if strategy.chooses]
-    rows = sum(
-        len(task.client_rows(seed, client)[1]) for client in range(experiment.clients)
-    )
-    if choosing and rows < FEW:
+    held_out = _held_out(task, seed, range(experiment.clients))
+    if choosing and held_out < FEW:
         yield (
-            f"Clients hold out {rows} rows in all (seed {seed}), by which "
+            f"Clients hold out {held_out} rows in all (seed {seed}), by which "
             f"{', '.join(choosing)} choose: the choice may be noise. Give more rows, "
             f"or a holdout above {experiment.holdout:g}."
         )
 
 
 def costs_of(
-    cells: Sequence[Cell], experiments: Mapping[str, Checked]
+    cells: Sequence[Cell],
+    experiments: Mapping[str, Checked],
 ) -> dict[str, float]:
     """Return the cost of each cell, by name, in rows of training.
 
     Of cells that share the first round's trainings only the first has their cost, and
     strategies that differ only at the end share all trainings.
     """
-    found, trained = {}, set[object]()
+    costs = {}
+    trained = set[object]()
     for cell in cells:
-        experiment, strategy, known = (
-            cell.experiment,
-            cell.strategy,
-            experiments[cell.experiment.name],
-        )
+        experiment = cell.experiment
+        strategy = cell.strategy
+        known = experiments[experiment.name]
         rows = sum(map(sum, known.described["seeds"][str(cell.seed)]))
         rounds = experiment.rounds if strategy.kind != "head_only" else 0
-        key = cell.trains_first, strategy.learning_rate
-        same = (
-            key,
-            strategy.model_copy(
-                update={"name": "", "fit_at_end": False}
-            ).model_dump_json(),
-        )
-        epochs = [experiment.epochs(number) for number in range(1, rounds + 1)]
-        shared = rounds if same in trained else int(key in trained)
+        first = (cell.trains_first, strategy.learning_rate)
+        unnamed = strategy.model_copy(update={"name": "", "fit_at_end": False})
+        all_rounds = (first, unnamed.model_dump_json())
+        shared = int(first in trained)
+        if all_rounds in trained:
+            shared = rounds
+        trained |= {first, all_rounds}
+        numbers = range(shared + 1, rounds + 1)
+        epochs = sum(experiment.epochs(number) for number in numbers)
         share = strategy.fraction_train or experiment.fraction_train
-        passes = (2 * rounds + 1 if strategy.fit_head else bool(strategy.fits)) * rows
-        evaluated = (rounds + 1) * known.test_rows + experiment.holdout * rows + passes
-        found[cell.name] = (
-            rows * share * sum(epochs[shared:]) + training.EVALUATED * evaluated
-        )
-        trained |= {key, same}
-    return found
+        # A task head is fitted to sums over all rows: once, or before and after rounds.
+        passes = int(strategy.fits)
+        if strategy.fit_head:
+            passes = 2 * rounds + 1
+        evaluated = (rounds + 1) * known.test_rows + experiment.holdout * rows
+        evaluated += passes * rows
+        trained_rows = rows * share * epochs
+        costs[cell.name] = trained_rows + training.EVALUATED * evaluated
+    return costs
 
 
 def estimate(
@@ -207,23 +223,25 @@ def estimate(
     machine: Machine,
 ) -> str:
     """Return a sentence about the time and memory of a run."""
-    found = [known[cell.experiment.name] for cell in cells]
-    seconds = sum(
-        costs[cell.name] * own.seconds for cell, own in zip(cells, found, strict=True)
-    )
-    scale = 1 if sys.platform == "darwin" else 1024
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale + max(
-        own.memory for own in found
-    )
+    seconds = 0.0
+    models = 0
+    for cell in cells:
+        experiment = known[cell.experiment.name]
+        seconds += costs[cell.name] * experiment.seconds
+        models = max(models, experiment.memory)
+    # macOS counts bytes, Linux kilobytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    memory = f"{(used + models) / 1e9:.1f} GB each"
     jobs = len({cell.trains_first for cell in cells})
-    places = 1 if machine.ray else machine.places(jobs)
-    turns = -(-jobs // places)  # a job is not divided
-    where = (
-        f"of one core, {jobs} jobs"
-        if machine.ray
-        else f"in {places} process{'es' * (places > 1)}"
-    )
-    time, memory = in_words(seconds / jobs * turns), f"{held / 1e9:.1f} GB each"
+    places = machine.places(jobs)
+    noun = "processes" if places > 1 else "process"
+    where = f"in {places} {noun}"
+    if machine.ray:
+        places = 1
+        where = f"of one core, {jobs} jobs"
+    turns = math.ceil(jobs / places)  # a job is not divided
+    time = in_words(seconds / jobs * turns)
     return f"This takes about {time} {where} with {memory} (from one timed step)."
 
 
@@ -232,4 +250,7 @@ def in_words(seconds: float) -> str:
     if seconds < 90:
         return f"{max(seconds, 1):.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"

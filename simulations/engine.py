@@ -1,5 +1,8 @@
-"""``run_jobs``: jobs in this process, in processes of this machine, or as tasks of a
-Ray cluster.
+"""``run_jobs``: jobs in this process, in others of this machine, or on a Ray cluster.
+
+The processes are not those of ``concurrent.futures``: there, one dead process ends the
+whole pool, and nothing tells which job it had. Here each process has its own pipe. The
+job of a dead process is known and fails alone, and jobs can report while they run.
 """
 
 from __future__ import annotations
@@ -26,18 +29,19 @@ from fedrot.simulations.environment import PLUGINS
 #: Seconds between two looks at running jobs.
 PAUSE = 0.5
 
-#: Receives what a job says while it runs.
+#: Receives the messages of a job while it runs: small picklable objects.
 Tell: TypeAlias = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One job. The function, at the top of a module, and its arguments are pickled for
-    other processes.
+    """One job.
+
+    The function, at the top of a module, and its arguments are pickled for other
+    processes.
 
     Attributes:
-        work: is called with ``arguments`` and a function that takes what it says:
-            picklable values.
+        work: is called with ``arguments`` and a ``Tell`` for its messages.
     """
 
     name: str
@@ -47,8 +51,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last word of a job: the traceback if it failed, and whether its process
-    died.
+    """The last message of a job.
+
+    Attributes:
+        failure: the traceback if it failed.
+        died: whether its process died.
     """
 
     failure: str = ""
@@ -60,12 +67,12 @@ class Machine:
     """Where jobs run.
 
     Attributes:
-        workers: jobs at a time on this machine; None: one per core; 1: jobs run in this
-            process.
+        workers: jobs at a time on this machine. None is one per core; with 1, jobs run
+            in this process.
         ray: address of a Ray cluster, all of whose cores are used; empty for this
             machine.
-        grid: an ``OrderedGrid`` of the clients, for one worker; None: clients in the
-            jobs' processes.
+        grid: an ``OrderedGrid`` of the clients, for one worker. With None, clients run
+            in the jobs' processes.
     """
 
     workers: int | None = None
@@ -90,7 +97,7 @@ def run_jobs(
     stopped and no other is started.
 
     Args:
-        hear: called with a job and what it said, at the end an ``Ended``.
+        hear: called with a job and each of its messages, the last one an ``Ended``.
         tick: called about every ``PAUSE`` seconds.
 
     Raises:
@@ -102,17 +109,17 @@ def run_jobs(
             attempt(job, partial(hear, job))
         return
     waiting = deque(jobs)
-    with closing(_Tasks(machine.ray) if machine.ray else _Processes(count)) as engine:
-        while waiting or engine.running:
-            while waiting and len(engine.running) < engine.places():
+    engine = _Tasks(machine.ray) if machine.ray else _Processes(count)
+    running = engine.running
+    with closing(engine):
+        while waiting or running:
+            while waiting and len(running) < engine.places():
                 engine.start(waiting.popleft())
-            for place, said in engine.heard():
-                job = (
-                    engine.running.pop(place)
-                    if isinstance(said, Ended)
-                    else engine.running[place]
-                )
-                hear(job, said)
+            for place, message in engine.heard():
+                job = running[place]
+                if isinstance(message, Ended):
+                    del running[place]
+                hear(job, message)
             tick()
 
 
@@ -127,8 +134,9 @@ def attempt(job: Job, tell: Tell) -> None:
 
 
 class _Processes:
-    """Jobs in new processes, which wait for the next job on a pipe; ``running`` has the
-    jobs.
+    """Jobs in new processes, which wait for the next job on a pipe.
+
+    ``running`` has the job of each busy process.
     """
 
     def __init__(self, count: int) -> None:
@@ -141,33 +149,36 @@ class _Processes:
         return self._count
 
     def start(self, job: Job) -> None:
-        pipe = next((own for own in self._processes if own not in self.running), None)
-        if pipe is None:
-            pipe, theirs = self._spawn.Pipe()
-            process = self._spawn.Process(target=_serve, args=(theirs,), daemon=True)
+        idle = [pipe for pipe in self._processes if pipe not in self.running]
+        if idle:
+            pipe = idle[0]
+        else:
+            pipe, other_end = self._spawn.Pipe()
+            process = self._spawn.Process(target=_serve, args=(other_end,), daemon=True)
             with _no_interrupt():
                 process.start()
                 self._processes[pipe] = process
-            theirs.close()  # Else this end would not see that the process has ended.
+            other_end.close()  # Else this end would not see that the process has ended.
         self.running[pipe] = job
         pipe.send(job)
 
     def heard(self) -> Iterator[tuple[Any, Any]]:
-        """Yield keys of ``running`` and what these jobs said, after ``PAUSE`` seconds
-        at most.
+        """Yield keys of ``running`` and messages of their jobs.
+
+        It waits for ``PAUSE`` seconds at most.
         """
         for pipe in wait([*self.running], PAUSE):
             assert isinstance(pipe, Connection)
             try:
-                said = pipe.recv()
+                message = pipe.recv()
             except (EOFError, OSError):
                 process = self._processes.pop(pipe)
                 process.join()
-                said = Ended(
+                message = Ended(
                     f"The process of the job ended with code {process.exitcode}.",
                     died=True,
                 )
-            yield pipe, said
+            yield pipe, message
 
     def close(self) -> None:
         for pipe, process in self._processes.items():
@@ -178,10 +189,11 @@ class _Processes:
 
 @contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait for the end; processes begun inside never get a
-    terminal's Ctrl-C.
+    """Let Ctrl-C and SIGTERM wait for the end.
+
+    Processes that begin inside never get a terminal's Ctrl-C.
     """
-    came = list[int]()
+    arrived = list[int]()
     resource_tracker.ensure_running()  # Its start would unblock the signal.
     # Processes inherit the mask: this one ends them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -190,8 +202,8 @@ def _no_interrupt() -> Iterator[None]:
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
     handlers = {
-        one: signal.signal(one, lambda number, _: came.append(number))
-        for one in numbers
+        number: signal.signal(number, lambda came, _: arrived.append(came))
+        for number in numbers
     }
     try:
         yield
@@ -199,13 +211,14 @@ def _no_interrupt() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for arrived in came:
-            signal.raise_signal(arrived)
+        for number in arrived:
+            signal.raise_signal(number)
 
 
 def _serve(pipe: Connection) -> None:
-    """Run the jobs that come through a pipe until the other end is closed, as by the
-    parent's death.
+    """Run the jobs that come through a pipe until its other end is closed.
+
+    The parent's death closes it, too.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -218,7 +231,7 @@ def _serve(pipe: Connection) -> None:
 
 
 class _Tasks:
-    """Jobs as tasks of a Ray cluster, which stream what they say."""
+    """Jobs as tasks of a Ray cluster, which stream their messages."""
 
     def __init__(self, address: str) -> None:
         """Connect to a cluster; raises ``FedrotError`` if there is none."""
@@ -229,21 +242,21 @@ class _Tasks:
         host, _, port = address.removeprefix("ray://").rpartition(":")
         plugins = os.environ.get(PLUGINS)
         # Nodes of a running cluster do not inherit this process's environment.
-        told = {"env_vars": {PLUGINS: plugins}} if plugins else None
-        ours = signal.getsignal(signal.SIGTERM)
+        environment = {"env_vars": {PLUGINS: plugins}} if plugins else None
+        handler = signal.getsignal(signal.SIGTERM)
         try:
             if host and port.isdecimal():  # Ray would try for minutes.
                 socket.create_connection((host, int(port)), timeout=10).close()
-            ray.init(address=address, log_to_driver=False, runtime_env=told)
+            ray.init(address=address, log_to_driver=False, runtime_env=environment)
         except (OSError, ValueError) as error:
             raise FedrotError(
                 f"There is no Ray cluster at '{address}': {error} Start one with 'ray "
                 "start --head', or leave ray out to use this machine."
             ) from error
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, ours)  # Ray's own handler exits.
+            signal.signal(signal.SIGTERM, handler)  # Ray's own handler exits.
         options = {"num_cpus": 1, "max_retries": 0, "num_returns": "streaming"}
-        self._task = self._ray.remote(**options)(_said)
+        self._task = self._ray.remote(**options)(_messages)
 
     def places(self) -> int:
         # At most one job per core is submitted, so that jobs start in the order of the
@@ -254,26 +267,30 @@ class _Tasks:
         self.running[self._task.remote(job)] = job
 
     def heard(self) -> Iterator[tuple[Any, Any]]:
-        found, _ = self._ray.wait(
-            [*self.running], num_returns=1, timeout=PAUSE, fetch_local=False
+        ready, _ = self._ray.wait(
+            [*self.running],
+            num_returns=1,
+            timeout=PAUSE,
+            fetch_local=False,
         )
-        for stream in found:
+        for stream in ready:
             try:
-                said = self._ray.get(next(stream))
+                message = self._ray.get(next(stream))
             except (StopIteration, self._ray.exceptions.RayError) as error:
-                said = Ended(
-                    f"The task of the job ended: {error or 'it was stopped'}", died=True
-                )
-            yield stream, said
+                reason = str(error) or "it was stopped"
+                message = Ended(f"The task of the job ended: {reason}", died=True)
+            yield stream, message
 
     def close(self) -> None:
         self._ray.shutdown()
 
 
-def _said(job: Job) -> Iterator[Any]:
-    """Run a job in a thread, and yield what it says."""
-    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=attempt, args=(job, said.put), daemon=True).start()
-    while not isinstance(last := said.get(), Ended):
-        yield last
-    yield last
+def _messages(job: Job) -> Iterator[Any]:
+    """Run a job in a thread, and yield its messages."""
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    work = threading.Thread(target=attempt, args=(job, messages.put), daemon=True)
+    work.start()
+    message: Any = None
+    while not isinstance(message, Ended):
+        message = messages.get()
+        yield message

@@ -1,5 +1,6 @@
-"""``RunFolder``: the folder of a run, which is filled piece by piece, so that runs can
-be resumed.
+"""``Cell``, a part of a run, and ``RunFolder``, which has the results of cells.
+
+A folder is filled cell by cell, so that runs can be resumed.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from filelock import FileLock, Timeout
 
@@ -30,12 +31,20 @@ from fedrot._io import (
 from fedrot.errors import FedrotError
 
 if TYPE_CHECKING:
-    from fedrot.simulations.federation.cells import Cell
+    from fedrot.simulations.experiment import Experiment
+    from fedrot.simulations.strategy import Strategy
+
+Row: TypeAlias = dict[str, Any]
 
 #: The keys of ``config.json`` and the types of their values, which are those of
 #: ``Run``.
 _CONFIG = {"commands": list, "versions": dict, "experiments": dict}
 FIELDS = ("experiment", "strategy", "seed", "round", "scope", "metric", "value")
+#: Fields of an experiment that later commands may add to, and what a conflict means.
+_GROWING = {
+    "seeds": "other rows of a client: the data have changed",
+    "strategies": "another strategy of the same name",
+}
 #: The types of the fields of rows that readers use.
 _TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("experiment", "strategy", "scope", "metric", "part"), str),
@@ -46,29 +55,79 @@ _TYPES: Mapping[str, Any] = {
 }
 
 
-def _checked(
-    rows: list[dict[str, Any]], file: Path, *needed: str
-) -> list[dict[str, Any]]:
-    """Return rows with NaN for null values; raises ``FedrotError`` if fedrot did not
-    write them.
-    """
-    for row in rows:
-        right = isinstance(row, dict) and row.keys() >= {*needed}
-        if not right or not all(
-            isinstance(row[n], kind) for n, kind in _TYPES.items() if n in row
-        ):
-            raise FedrotError(
-                f"'{file}' has a row that fedrot did not write: {row!r:.100}."
-            )
+#: Fields of a row about a group of weights, beside ``before``.
+_OF_GROUP = ("part", "layer", "after", "found", "moved")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One experiment, seed and strategy."""
+
+    experiment: Experiment
+    seed: int
+    strategy: Strategy
+
+    @property
+    def title(self) -> str:
+        """The cell's title for people."""
+        return title_of(self.experiment.name, self.seed, self.strategy.name)
+
+    @property
+    def name(self) -> str:
+        """The cell's file name without suffix, unique for each cell."""
+        return file_name(self.title)
+
+    @property
+    def trains_first(self) -> tuple[str, int]:
+        """A key that is equal for cells that share the first round's trainings."""
+        return self.experiment.training, self.seed
+
+
+def cells_of(experiments: Iterable[Experiment]) -> list[Cell]:
+    """Return all cells in the order of tables."""
     return [
-        {**row, "value": math.nan} if row.get("value", 0) is None else row
-        for row in rows
+        Cell(experiment, seed, strategy)
+        for experiment in experiments
+        for seed in experiment.seeds
+        for strategy in experiment.strategies
     ]
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Read the rows that a strategy wrote, JSON lines; those after an unreadable line
-    are left out.
+def title_of(experiment: str, seed: object, strategy: str) -> str:
+    """Return the title, for people, of an experiment with one seed and strategy."""
+    return f"{experiment} · seed {seed} · {strategy}"
+
+
+def file_name(title: str) -> str:
+    """Return a title as the name of a file without suffix, unique for each title."""
+    digest = hashlib.sha256(title.encode()).hexdigest()[:8]
+    words = re.sub(r"[^a-zA-Z0-9]+", "-", title).strip("-")
+    return f"{words[:100]}.{digest}"
+
+
+def _checked(rows: list[Row], file: Path, needed: Iterable[str] = ()) -> list[Row]:
+    """Return rows with NaN for null values.
+
+    Raises ``FedrotError`` if fedrot did not write them.
+    """
+    for row in rows:
+        if not _is_row(row, needed):
+            raise FedrotError(
+                f"'{file}' has a row that fedrot did not write: {row!r:.100}."
+            )
+        if row.get("value", 0) is None:
+            row["value"] = math.nan
+    return rows
+
+
+def _is_row(row: Any, needed: Iterable[str]) -> bool:
+    if not isinstance(row, dict) or not row.keys() >= {*needed}:
+        return False
+    return all(isinstance(row[name], _TYPES[name]) for name in row.keys() & _TYPES)
+
+
+def read_rows(file: Path) -> list[Row]:
+    """Read the rows that a strategy wrote, JSON lines, up to an unreadable line.
 
     Raises ``OSError`` if the file cannot be read, ``ValueError`` if fedrot did not
     write it.
@@ -97,8 +156,8 @@ class Run:
     commands: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     experiments: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    alignment: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    alignment: list[Row] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
 
@@ -113,7 +172,7 @@ def read_run(path: Path) -> Run:
     if not file.is_file():
         raise FileNotFoundError(f"'{path}' is not a run folder: it has no config.json.")
     refuse_links(path)
-    config, rows, alignment, missing = read_json(file), [], [], []
+    config = read_json(file)
     try:
         titles = [
             title_of(name, seed, strategy)
@@ -124,40 +183,23 @@ def read_run(path: Path) -> Run:
         known: Any = {name: kind(config[name]) for name, kind in _CONFIG.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FedrotError(f"'{file}' is not that of a run: {error!r:.300}") from error
+    run = Run(**known)
     for title in titles:
         cell = path / "cells" / f"{file_name(title)}.json"
         if not cell.is_file():
-            missing.append(title)
+            run.missing.append(title)
             continue
-        found = read_json(cell)
-        if not all(isinstance(found.get(key), list) for key in ("rows", "alignment")):
+        results = read_json(cell)
+        lists = [results.get("rows"), results.get("alignment")]
+        if not all(isinstance(values, list) for values in lists):
             raise FedrotError(
                 f"'{cell}' is damaged: it has no rows. Delete it to run that part "
                 "again."
             )
-        rows += _checked(found["rows"], cell, *FIELDS)
-        alignment += _checked(found["alignment"], cell, "strategy")
-    _checked(
-        [r for r in alignment if "before" in r],
-        path,
-        "part",
-        "layer",
-        "after",
-        "found",
-        "moved",
-    )
-    return Run(**known, rows=rows, alignment=alignment, missing=missing)
-
-
-def title_of(experiment: str, seed: object, strategy: str) -> str:
-    """Return the title, for people, of an experiment with one seed and strategy."""
-    return f"{experiment} · seed {seed} · {strategy}"
-
-
-def file_name(title: str) -> str:
-    """Return a title as the name of a file without suffix, unique for each title."""
-    digest = hashlib.sha256(title.encode()).hexdigest()[:8]
-    return re.sub(r"[^a-zA-Z0-9]+", "-", title).strip("-")[:100] + f".{digest}"
+        run.rows.extend(_checked(results["rows"], cell, FIELDS))
+        run.alignment.extend(_checked(results["alignment"], cell, ("strategy",)))
+    _checked([row for row in run.alignment if "before" in row], path, _OF_GROUP)
+    return run
 
 
 class RunFolder:
@@ -174,35 +216,34 @@ class RunFolder:
     """
 
     def __init__(
-        self, path: Path, experiments: Mapping[str, Any], command: str
+        self,
+        path: Path,
+        experiments: Mapping[str, Any],
+        command: str,
     ) -> None:
         """Open a folder for experiments by name, see ``checks.Checked.described``."""
-        self.path, file = path, path / "config.json"
-        config = (
-            read_json(file)
-            if file.is_file()
-            else {name: kind() for name, kind in _CONFIG.items()}
-        )
-        if not all(
-            isinstance(config.get(name), kind) for name, kind in _CONFIG.items()
-        ):
-            raise FileExistsError(
-                f"The folder '{path}' has a config.json of another kind, for example "
-                "of a model, which results would overwrite. Choose another --out."
-            )
-        held = config["experiments"]
-        united = {
-            name: self._united(held.get(name, own), own)
-            for name, own in experiments.items()
-        }
+        self.path = path
+        file = path / "config.json"
+        config = {name: kind() for name, kind in _CONFIG.items()}
+        if file.is_file():
+            config = read_json(file)
+        for name, kind in _CONFIG.items():
+            if not isinstance(config.get(name), kind):
+                raise FileExistsError(
+                    f"The folder '{path}' has a config.json of another kind, for "
+                    "example of a model, which results would overwrite. Choose "
+                    "another --out."
+                )
+        united = dict(config["experiments"])
+        for name, experiment in experiments.items():
+            united[name] = self._united(united.get(name, experiment), experiment)
         (path / "cells").mkdir(parents=True, exist_ok=True)
-        commands = [*dict.fromkeys([*config["commands"], command])]
-        told = {
-            "commands": commands,
+        contents = {
+            "commands": [*dict.fromkeys([*config["commands"], command])],
             "versions": versions(),
-            "experiments": {**held, **united},
+            "experiments": united,
         }
-        write_json(file, told)
+        write_json(file, contents)
 
     def has(self, cell: Cell) -> bool:
         """Return whether the folder has a cell's rows."""
@@ -211,14 +252,20 @@ class RunFolder:
     def add(
         self,
         cell: Cell,
-        rows: list[dict[str, Any]],
-        alignment: list[dict[str, Any]],
+        rows: list[Row],
+        alignment: list[Row],
         log: str = "",
     ) -> None:
         """Write a finished cell's rows, alignment report and Flower's log."""
-        found = {"title": cell.title, "rows": rows, "alignment": alignment, "log": log}
-        write_text(self._file(cell), json_line(found))
-        self._file(cell).with_suffix(".txt").unlink(missing_ok=True)
+        results = {
+            "title": cell.title,
+            "rows": rows,
+            "alignment": alignment,
+            "log": log,
+        }
+        file = self._file(cell)
+        write_text(file, json_line(results))
+        file.with_suffix(".txt").unlink(missing_ok=True)
 
     def fail(self, cell: Cell, failure: str) -> Path:
         """Write the traceback of a failed cell, and return its file."""
@@ -230,41 +277,41 @@ class RunFolder:
         """Write the rows of all results to ``rows.csv``."""
         import pandas
 
+        rows = read_run(self.path).rows
         with replacing(self.path / "rows.csv") as file:
-            pandas.DataFrame(read_run(self.path).rows, columns=[*FIELDS]).to_csv(
-                file, index=False
-            )
+            pandas.DataFrame(rows, columns=[*FIELDS]).to_csv(file, index=False)
 
     def _file(self, cell: Cell) -> Path:
         return self.path / "cells" / f"{cell.name}.json"
 
     def _united(
-        self, held: Mapping[str, Any], own: Mapping[str, Any]
+        self,
+        held: Mapping[str, Any],
+        experiment: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Return an experiment with the folder's seeds and strategies, too."""
-        united = dict(own)
-        for key, value in own.items():
+        united = dict(experiment)
+        for key, value in experiment.items():
             before: Any = held.get(key)
-            if key in ("seeds", "strategies"):
+            other = f"another {key} ({before!r:.80})"
+            if key in _GROWING:
                 united[key] = {**before, **value}
-                value, before = united[key], {**value, **before}
+                # Only what both have has to be equal.
+                before = {**value, **before}
+                value = united[key]
+                other = _GROWING[key]
             if value != before and key != "data_dir":  # data may be moved
-                other = {
-                    "seeds": "other rows of a client: the data have changed",
-                    "strategies": "another strategy of the same name",
-                }
                 raise FedrotError(
-                    f"The folder '{self.path}' has the experiment '{own['name']}' with "
-                    f"{other.get(key, f'another {key} ({before!r:.80})')}. Choose "
-                    "another --out or name."
+                    f"The folder '{self.path}' has the experiment "
+                    f"'{experiment['name']}' with {other}. Choose another --out or "
+                    "name."
                 )
         return united
 
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Make a folder if needed, and lock it against other writing processes; the process
-    holds the lock.
+    """Make a folder if needed, and lock it against other writing processes.
 
     Raises ``FedrotError`` if another process holds it, or a link in the folder leads
     out of it.
@@ -286,7 +333,9 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 def versions() -> dict[str, str]:
     """Return the date, and the versions of Python and of all installed packages."""
-    packages = sorted((own.name, own.version) for own in distributions() if own.name)
+    packages = sorted(
+        (package.name, package.version) for package in distributions() if package.name
+    )
     return {
         "date": date.today().isoformat(),
         "python": platform.python_version(),

@@ -1,6 +1,4 @@
-"""``simulate``: runs what a run folder lacks, in jobs that share their clients'
-trainings.
-"""
+"""``simulate``: runs what a run folder lacks, in jobs with shared trainings."""
 
 from __future__ import annotations
 
@@ -13,13 +11,13 @@ import shutil
 import tempfile
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -28,11 +26,12 @@ from rich.progress import BarColumn, Progress, TextColumn
 from fedrot.simulations.checks import checked, costs_of, estimate, in_words
 from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.federation.cells import Cell, cells_of, run_cell
+from fedrot.simulations.federation.cells import run_cell
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid, local_clients
 from fedrot.simulations.report.pages import present
-from fedrot.simulations.run_folder import RunFolder, only_writer
+from fedrot.simulations.run_folder import Cell, Row, RunFolder, cells_of, only_writer
+from fedrot.simulations.summary import CENTRAL
 from fedrot.simulations.tasks import training
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 
@@ -69,10 +68,14 @@ def simulate(
     """
     with _logged():
         known = {experiment.name: checked(experiment) for experiment in experiments}
-    for sentence in dict.fromkeys(
-        said for own in known.values() for said in own.said if said
-    ):
-        console.print(sentence, highlight=False)
+    described = {name: result.described for name, result in known.items()}
+    printed = {""}
+    for result in known.values():
+        for sentence in result.sentences:
+            # Experiments on the same data have the same sentences.
+            if sentence not in printed:
+                console.print(sentence, highlight=False)
+                printed.add(sentence)
     cells = cells_of(experiments)
     costs = costs_of(cells, known)
     if dry_run:
@@ -80,15 +83,11 @@ def simulate(
         console.print("Dry run: nothing was run or written.")
         return
     with only_writer(out):
-        folder = RunFolder(
-            out, {name: own.described for name, own in known.items()}, command
-        )
+        folder = RunFolder(out, described, command)
         missing = [cell for cell in cells if not folder.has(cell)]
-        if len(missing) < len(cells):
-            console.print(
-                f"{len(cells) - len(missing)} of {len(cells)} results are there "
-                "already."
-            )
+        finished = len(cells) - len(missing)
+        if finished:
+            console.print(f"{finished} of {len(cells)} results are there already.")
         if missing:
             console.print(estimate(missing, costs, known, machine), highlight=False)
         run = _Run(folder, missing, costs, console)
@@ -96,9 +95,10 @@ def simulate(
             with run.progress:
                 run.finish(machine)
         except KeyboardInterrupt:
+            finished = sum(map(folder.has, cells))
             console.print(
-                f"Interrupted; {sum(map(folder.has, cells))} of {len(cells)} results "
-                f"are in {out}. Repeat the command to go on.",
+                f"Interrupted; {finished} of {len(cells)} results are in {out}. "
+                "Repeat the command to go on.",
                 style="yellow",
             )
             raise
@@ -113,9 +113,36 @@ def simulate(
         )
 
 
+@dataclass(frozen=True)
+class CellProgress:
+    """The message of a job about its current cell: a text, and the cost done so far."""
+
+    text: str
+    done: float
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """The message of a job about a cell that has ended.
+
+    Attributes:
+        name: the cell's.
+        rows, alignment: what ``CellRun`` has; empty after a failure.
+        log: Flower's log.
+        failure: log and traceback if the cell failed, else empty.
+    """
+
+    name: str
+    rows: list[Row]
+    alignment: list[Row]
+    log: str
+    failure: str = ""
+
+
 class _Run:
-    """The run of the cells that a folder lacks, with its progress; ``failed`` counts
-    failed cells.
+    """The run of the cells that a folder lacks, with its progress.
+
+    ``failed`` counts failed cells.
     """
 
     def __init__(
@@ -125,118 +152,123 @@ class _Run:
         costs: Mapping[str, float],
         console: Console,
     ) -> None:
-        self.folder, self.console, self.failed, self._costs = folder, console, 0, costs
+        self.folder = folder
+        self.console = console
+        self.failed = 0
+        self._costs = costs
         self._untried = {cell.name: cell for cell in cells}
-        self._count, self._cost = len(cells), sum(costs[cell.name] for cell in cells)
-        self._start, self._said = perf_counter(), perf_counter()
+        self._count = len(cells)
+        self._cost = self._cost_of(cells)
+        self._start = perf_counter()
+        self._printed = perf_counter()
         columns = (
             BarColumn(30),
             TextColumn("{task.percentage:.0f} % {task.description}", markup=False),
         )
         self.progress = Progress(*columns, console=console, transient=True)
         self._bar = self.progress.add_task("", total=max(self._cost, 1e-9))
-        self._of_job: dict[Job, tuple[str, float]] = {}
+        self._of_job: dict[Job, CellProgress] = {}
+
+    def _cost_of(self, cells: Iterable[Cell]) -> float:
+        return sum(self._costs[cell.name] for cell in cells)
 
     def finish(self, machine: Machine) -> None:
-        """Run all cells. If a process dies, its current cell fails and its later cells
-        are run again.
+        """Run all cells.
+
+        If a process dies, its current cell fails and its later cells are run again.
         """
+        trainings = self.folder.path / TRAININGS
         while self._untried:
-            trainings = self.folder.path / TRAININGS
-            shutil.rmtree(
-                trainings, ignore_errors=True
-            )  # Left by a process that was killed.
+            # A process that was killed has left its trainings.
+            shutil.rmtree(trainings, ignore_errors=True)
             trainings.mkdir()
             run_jobs(self._jobs(machine.grid), machine, self._hear, self._show)
 
-    def _hear(self, job: Job, said: Any) -> None:
-        if isinstance(said, Ended):
-            left = [cell for cell in job.arguments[0] if cell.name in self._untried]
-            for cell in left[: 1 if said.died else None]:
-                self._fail(cell, said.failure)
-            self._of_job.pop(job, None)
-        elif said[0] == "progress":
-            self._of_job[job] = said[1:]
+    def _hear(self, job: Job, message: CellProgress | CellResult | Ended) -> None:
+        if isinstance(message, CellProgress):
+            self._of_job[job] = message
+        elif isinstance(message, CellResult):
+            self._finish_cell(message)
         else:
-            _, name, rows, alignment, log, failure = said
-            cell = self._untried[name]
-            if failure:
-                self._fail(cell, failure)
-            else:
-                self.folder.add(cell, rows, alignment, log)
-                values = [
-                    (row["metric"], math.nan if row["value"] is None else row["value"])
-                    for row in rows
-                    if row["scope"] == "central"
-                    and row["round"] == cell.experiment.rounds
-                ]
-                shown = [
-                    *values[:1],
-                    *(own for own in values[1:] if own[0] in ("macro_f1", "loss")),
-                ]
-                self._tell(
-                    cell, ", ".join(f"{metric} {value:.3f}" for metric, value in shown)
-                )
+            self._end(job, message)
         self._show()
 
+    def _end(self, job: Job, end: Ended) -> None:
+        """Note that a job has ended; the cells that it has not told of have failed."""
+        cells, *_ = job.arguments
+        untried = [cell for cell in cells if cell.name in self._untried]
+        if end.died:
+            # Only the first one was running; the others are run again.
+            untried = untried[:1]
+        for cell in untried:
+            self._fail(cell, end.failure)
+        self._of_job.pop(job, None)
+
+    def _finish_cell(self, result: CellResult) -> None:
+        cell = self._untried[result.name]
+        if result.failure:
+            self._fail(cell, result.failure)
+            return
+        self.folder.add(cell, result.rows, result.alignment, result.log)
+        last = cell.experiment.rounds
+        texts = []
+        for row in result.rows:
+            if row["scope"] != CENTRAL or row["round"] != last:
+                continue
+            # The headline metric comes first.
+            if not texts or row["metric"] in ("macro_f1", "loss"):
+                value = math.nan if row["value"] is None else row["value"]
+                texts.append(f"{row['metric']} {value:.3f}")
+        self._print(cell, ", ".join(texts))
+
     def _jobs(self, grid: Any = None) -> list[Job]:
-        """Return the jobs, the longest first; one job for cells that share their first
-        trainings.
+        """Return the jobs, the longest first.
+
+        Cells that share their first trainings are one job.
         """
         groups = defaultdict[object, list[Cell]](list)
         for cell in self._untried.values():
             groups[cell.trains_first].append(cell)
-        longest = sorted(
-            groups.values(),
-            key=lambda own: -sum(self._costs[cell.name] for cell in own),
-        )
         scratch = self.folder.path.absolute() / TRAININGS
         work = partial(run_job, grid=grid)
-        return [
-            Job(
-                cells[0].name,
-                work,
-                (cells, [self._costs[cell.name] for cell in cells], scratch),
-            )
-            for cells in longest
-        ]
+        jobs = []
+        for cells in sorted(groups.values(), key=self._cost_of, reverse=True):
+            costs = [self._costs[cell.name] for cell in cells]
+            jobs.append(Job(cells[0].name, work, (cells, costs, scratch)))
+        return jobs
 
     def _fail(self, cell: Cell, failure: str) -> None:
         self.failed += 1
         file = self.folder.fail(cell, failure)
-        self._tell(cell, f"FAILED, see {file}: {failure.strip().splitlines()[-1]}")
+        reason = failure.strip().splitlines()[-1]
+        self._print(cell, f"FAILED, see {file}: {reason}")
 
-    def _tell(self, cell: Cell, said: str) -> None:
+    def _print(self, cell: Cell, text: str) -> None:
         del self._untried[cell.name]
         number = self._count - len(self._untried)
         self.console.print(
-            f"[{number} of {self._count}] {cell.title}: {said}", highlight=False
+            f"[{number} of {self._count}] {cell.title}: {text}", highlight=False
         )
-        self._said = perf_counter()
+        self._printed = perf_counter()
 
     def _show(self) -> None:
         """Show the progress: on a terminal a bar, else a line after a silence."""
-        running = sum(done for _, done in self._of_job.values())
-        left = sum(self._costs[name] for name in self._untried)
-        done = max(self._cost - left + running, 0.0)
-        self._start = (
-            self._start if done else perf_counter()
-        )  # Processes start before anything is done.
-        spent = perf_counter() - self._start
-        rest = (
-            f"about {in_words(spent * (self._cost / done - 1))} left"
-            if done and spent > 5
-            else ""
-        )
-        said = "; ".join(
-            [*filter(None, [rest]), *(text for text, _ in self._of_job.values())]
-        )
-        self.progress.update(self._bar, completed=done, description=said)
-        if not self.console.is_terminal and perf_counter() - self._said > SILENCE:
-            self.console.print(
-                f"{100 * done / self._cost:.0f} % {said}", highlight=False
-            )
-            self._said = perf_counter()
+        now = perf_counter()
+        running = self._of_job.values()
+        left = self._cost_of(self._untried.values())
+        done = max(self._cost - left + sum(progress.done for progress in running), 0.0)
+        texts = [progress.text for progress in running]
+        if not done:
+            self._start = now  # Processes start before anything is done.
+        elif now - self._start > 5:
+            seconds = (now - self._start) * (self._cost / done - 1)
+            texts.insert(0, f"about {in_words(seconds)} left")
+        text = "; ".join(texts)
+        self.progress.update(self._bar, completed=done, description=text)
+        if not self.console.is_terminal and now - self._printed > SILENCE:
+            percent = 100 * done / self._cost
+            self.console.print(f"{percent:.0f} % {text}", highlight=False)
+            self._printed = now
 
 
 def run_job(
@@ -246,77 +278,93 @@ def run_job(
     tell: Tell,
     grid: Any = None,
 ) -> None:
-    """Run cells that share the trainings of their clients: those of a grid; None: in
-    this process.
+    """Run cells that share the trainings of their clients, and tell what happens.
 
-    Say the progress, ``("progress", text, cost done in this cell)``, and for each cell
-    ``("cell", name, rows, alignment, log, traceback)``. Trainings are kept in
-    ``trainings`` if this machine has it.
+    The messages are ``CellProgress``, and for each cell a ``CellResult``. The clients
+    are those of a grid; None: in this process. Trainings are kept in ``trainings`` if
+    this machine has it.
     """
     torch.set_num_threads(1)
-    first = cells[0].experiment
+    count = cells[0].experiment.clients
     # Modules and data stay: a collection after each cell need not look at them.
     gc.collect()
     gc.freeze()
     with ExitStack() as stack:
         log = stack.enter_context(_logged())
         folder = trainings if trainings.is_dir() else None
-        scratch = stack.enter_context(
-            tempfile.TemporaryDirectory(
-                prefix="fedrot-", dir=folder, ignore_cleanup_errors=True
-            )
+        temporary = tempfile.TemporaryDirectory(
+            prefix="fedrot-", dir=folder, ignore_cleanup_errors=True
         )
+        scratch = stack.enter_context(temporary)
         # Clients keep models for the next request here, and not among the user's
         # caches.
-        stack.enter_context(patch.dict(os.environ, {"XDG_CACHE_HOME": scratch}))
+        stack.enter_context(_variable("XDG_CACHE_HOME", scratch))
         if grid is None:
             stack.enter_context(outside_of_the_engine())
-            grid = OrderedGrid(local_clients(app, first.clients), first.clients)
+            grid = OrderedGrid(local_clients(app, count), count)
         for cell, cost in zip(cells, costs, strict=True):
-            found: tuple[list[Any], list[Any]] = ([], [])
-            failure = ""
             try:
                 with _counting(tell, cell, cost):
                     run = run_cell(cell, grid, Path(scratch))
-                found = run.rows, run.alignment
+                result = CellResult(cell.name, run.rows, run.alignment, log.getvalue())
             except Exception:
                 failure = f"{log.getvalue()}\n{traceback.format_exc()}"
+                result = CellResult(cell.name, [], [], log.getvalue(), failure)
             shutil.rmtree(Path(scratch) / "fedrot-bodies", ignore_errors=True)
-            tell(("cell", cell.name, *found, log.getvalue(), failure))
+            tell(result)
             log.seek(0)
             log.truncate()
             gc.collect()  # A strategy refers to itself, and holds models and updates.
 
 
 @contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable inside of the context."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+@contextmanager
 def _counting(tell: Tell, cell: Cell, cost: float) -> Iterator[None]:
     """Tell the progress of a cell while rows pass through its model."""
-    done, told = 0.0, 0.0
+    done = 0.0
+    told = 0.0
 
     def count(rows: float) -> None:
         nonlocal done, told
         done = min(done + rows, cost)
         if monotonic() - told > _BEAT:
             told = monotonic()
-            said = f"{cell.strategy.name} (seed {cell.seed}) {100 * done / cost:.0f} %"
-            tell(("progress", said, done))
+            percent = 100 * done / cost
+            text = f"{cell.strategy.name} (seed {cell.seed}) {percent:.0f} %"
+            tell(CellProgress(text, done))
 
-    before, training.on_rows = training.on_rows, count
+    training.ON_ROWS.append(count)
     try:
         yield
     finally:
-        training.on_rows = before
+        training.ON_ROWS.remove(count)
 
 
 @contextmanager
 def _logged() -> Iterator[io.StringIO]:
     """Collect Flower's log inside of the context."""
-    logger, log = logging.getLogger("flwr"), io.StringIO()
-    before, propagate = list(logger.handlers), logger.propagate
+    logger = logging.getLogger("flwr")
+    before = list(logger.handlers)
+    propagates = logger.propagate
+    log = io.StringIO()
     handler = logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger.handlers[:], logger.propagate = [handler], False
+    logger.handlers[:] = [handler]
+    logger.propagate = False
     try:
         yield log
     finally:
-        logger.handlers[:], logger.propagate = before, propagate
+        logger.handlers[:] = before
+        logger.propagate = propagates

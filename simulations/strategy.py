@@ -1,6 +1,4 @@
-"""``Strategy``: one way to train and to average, and the strategies that have a
-name.
-"""
+"""``Strategy``: one way to train and to average; strategies that have a name."""
 
 from __future__ import annotations
 
@@ -17,10 +15,14 @@ if TYPE_CHECKING:
     from fedrot.simulations.scenario import Scenario
 
 
-class Strategy(BaseModel):
-    """One strategy of a comparison: the arguments of ``FedRot`` by their names, and how
-    it is trained.
+#: Fields that do not go with adapters.
+_WITHOUT_ADAPTERS = ("alignment", "other_basis", "aggregation", "guard")
 
+
+class Strategy(BaseModel):
+    """One strategy of a comparison.
+
+    It has the arguments of ``FedRot`` by their names, and how clients are trained.
     The fields are the keys of a ``[[strategy]]`` table. A table with nothing but a name
     is ``FedRot(model.config)``; in an experiment with ``lora`` it is
     ``FedRotLoRA(peft_config)``.
@@ -53,7 +55,10 @@ class Strategy(BaseModel):
     guard: str = Field("", description="A metric on the clients' held-out rows.")
     server: dict[str, Any] = Field({}, description="Fields of Server.")
     fraction_train: float | None = Field(
-        None, gt=0, le=1, description="Default: the experiment's."
+        None,
+        gt=0,
+        le=1,
+        description="Default: the experiment's.",
     )
     weighted_by_key: str = Field("num-examples", description="As in FedAvg.")
     adapters: dict[str, Any] = Field(
@@ -78,8 +83,10 @@ class Strategy(BaseModel):
     @property
     def aggregation_arguments(self) -> dict[str, Any]:
         """``aggregation`` as a table, with a ``name``."""
-        given = self.aggregation or "mean"
-        return {"name": given} if isinstance(given, str) else dict(given)
+        aggregation = self.aggregation or "mean"
+        if isinstance(aggregation, str):
+            return {"name": aggregation}
+        return dict(aggregation)
 
     @property
     def entry(self) -> AggregationEntry | None:
@@ -87,17 +94,20 @@ class Strategy(BaseModel):
         from fedrot.aggregation import aggregations
 
         name = self.aggregation_arguments.get("name")
-        return next(
-            (entry for entry in aggregations({"symmetry"}) if entry.name == name), None
-        )
+        for entry in aggregations({"symmetry"}):
+            if entry.name == name:
+                return entry
+        return None
 
     @property
     def options_of_alignment(self) -> AlignmentOptions | None:
         """``alignment`` as options; None without alignment."""
         from fedrot.options import AlignmentOptions
 
-        given = self.alignment if isinstance(self.alignment, dict) else {}
-        return AlignmentOptions(**given) if self.alignment is not False else None
+        if self.alignment is False:
+            return None
+        fields = self.alignment if isinstance(self.alignment, dict) else {}
+        return AlignmentOptions(**fields)
 
     def check(self, experiment: Scenario) -> None:
         """Raise ``ValueError`` if the strategy does not go with an experiment.
@@ -121,19 +131,14 @@ class Strategy(BaseModel):
                 f"aggregation '{self.entry.name}' needs no statistics; leave out "
                 "batches"
             )
-        idle = (
-            ("alignment", "other_basis", "aggregation", "guard")
-            if experiment.lora
-            else ("adapters",)
-        )
+        idle = ("adapters",)
+        purpose = "adapters; give lora"
+        if experiment.lora:
+            idle = _WITHOUT_ADAPTERS
+            purpose = "an experiment without lora"
         for name in idle:
             if getattr(self, name) != type(self).model_fields[name].default:
-                what = (
-                    "an experiment without lora"
-                    if experiment.lora
-                    else "adapters; give lora"
-                )
-                raise ValueError(f"'{name}' is for {what}")
+                raise ValueError(f"'{name}' is for {purpose}")
         if not {*self.clients} <= {*range(experiment.clients)}:
             raise ValueError(
                 f"clients are {self.clients}; there are {experiment.clients}, from 0"
@@ -145,61 +150,66 @@ class Strategy(BaseModel):
         KINDS[self.kind](self, experiment)
 
     def code(self, experiment: Scenario) -> str:
-        """Return the line of a server app that runs the strategy, to copy; empty if
-        there is none.
+        """Return the line of a server app that runs the strategy, to copy.
+
+        It is empty if there is none.
         """
         model = "peft_config" if experiment.lora else "model.config"
+        if self.kind == "head_only":
+            return f"fit_task_head(grid, arrays, {model})"
         if self.kind != "fedrot":
-            return (
-                f"fit_task_head(grid, arrays, {model})"
-                if self.kind == "head_only"
-                else ""
-            )
+            return ""
+        arguments = self._arguments(experiment)
         share = self.fraction_train or experiment.fraction_train
-        said = [_call("AdapterOptions", self.adapters)] if self.adapters else []
-        said += (
-            ["alignment=None"]
-            if self.alignment is False and not experiment.lora
-            else []
-        )
-        if isinstance(self.alignment, Mapping):
-            said.append(f"alignment={_call('AlignmentOptions', self.alignment)}")
-        if self.other_basis and experiment.start != "same":
-            said.append(
-                f"other_basis={_call('OtherBasis', self.other_basis, 'make_model')}"
-            )
-        given, entry = self.aggregation_arguments, self.entry
-        name = given.pop("name")
-        if entry is not None and name != "mean":
-            built = (
-                f"lambda: {_call(entry.build.__name__, given)}"
-                if given
-                else f'"{name}"'
-            )
-            said.append(f"aggregation={built}")
-        said += [
-            f"{key}={getattr(self, key)!r}"
-            for key in ("fit_head", "guard")
-            if getattr(self, key)
-        ]
-        said += [f"server={_call('Server', self.server)}"] if self.server else []
         shared = [f"fraction_train={share:g}"] if share < 1 else []
-        if said == ([] if experiment.lora else ["alignment=None"]):
-            line = f"FedAvg({', '.join(shared)})"
+        unaligned = self.alignment is False
+        # Adapters are not aligned, and so they have no such argument.
+        if not arguments and (unaligned or experiment.lora):
+            line = _call("FedAvg", {}, *shared)
+        elif experiment.lora:
+            line = _call("FedRotLoRA", {}, model, *arguments, *shared)
         else:
-            called = "FedRotLoRA" if experiment.lora else "FedRot"
-            line = f"{called}({', '.join([model, *said, *shared])})"
-        return (
-            line
-            + f"  # then fit_task_head(grid, result.arrays, {model})" * self.fit_at_end
-        )
+            first = [model, "alignment=None"] if unaligned else [model]
+            line = _call("FedRot", {}, *first, *arguments, *shared)
+        if self.fit_at_end:
+            line += f"  # then fit_task_head(grid, result.arrays, {model})"
+        return line
+
+    def _arguments(self, experiment: Scenario) -> list[str]:
+        """Return the arguments of ``FedRot`` that are not its defaults."""
+        arguments = []
+        if self.adapters:
+            arguments.append(_call("AdapterOptions", self.adapters))
+        if isinstance(self.alignment, Mapping):
+            arguments.append(f"alignment={_call('AlignmentOptions', self.alignment)}")
+        if self.other_basis and experiment.start != "same":
+            basis = _call("OtherBasis", self.other_basis, "make_model")
+            arguments.append(f"other_basis={basis}")
+        options = self.aggregation_arguments
+        name = options.pop("name")
+        entry = self.entry
+        if entry is not None and name != "mean":
+            built = f'"{name}"'
+            if options:
+                built = f"lambda: {_call(entry.build.__name__, options)}"
+            arguments.append(f"aggregation={built}")
+        if self.fit_head:
+            arguments.append(f"fit_head={self.fit_head!r}")
+        if self.guard:
+            arguments.append(f"guard={self.guard!r}")
+        if self.server:
+            arguments.append(f"server={_call('Server', self.server)}")
+        return arguments
 
 
-def _call(name: str, arguments: object, *first: str) -> str:
-    """Return a call as Python text; ``arguments`` are those of a mapping."""
-    given = arguments if isinstance(arguments, Mapping) else {}
-    more = [f"{key}={value!r}" for key, value in given.items() if key != "model"]
-    return f"{name}({', '.join([*first, *more])})"
+def _call(name: str, options: object, *first: str) -> str:
+    """Return a call as Python text; ``options`` are arguments if they are a mapping."""
+    arguments = [*first]
+    if isinstance(options, Mapping):
+        for key, value in options.items():
+            if key != "model":  # stands for ``make_model``
+                arguments.append(f"{key}={value!r}")
+    return f"{name}({', '.join(arguments)})"
 
 
 def _of_adapters(strategy: Strategy, experiment: Scenario) -> None:
@@ -236,10 +246,11 @@ def named(name: str, of_adapters: object = False) -> Strategy:
             f"unknown strategy '{name}'; named ones are {', '.join(NAMED)}; write any "
             "other as a table [[strategy]] of a TOML file"
         )
-    left_out = {"says", *(("alignment", "other_basis") if of_adapters else ())}
-    return Strategy(
-        name=name, **{k: v for k, v in NAMED[name].items() if k not in left_out}
-    )
+    fields = {"name": name, **NAMED[name]}
+    idle = ("says", "alignment", "other_basis") if of_adapters else ("says",)
+    for key in idle:
+        fields.pop(key, None)
+    return Strategy(**fields)
 
 
 def default_strategies(experiment: Mapping[str, Any], classifies: bool) -> list[str]:
@@ -250,21 +261,17 @@ def default_strategies(experiment: Mapping[str, Any], classifies: bool) -> list[
         experiment: the fields of an experiment.
         classifies: whether the task has a head that can be fitted.
     """
-    lora, domains = (
-        experiment["lora"],
-        "," in str(experiment["data"]) or experiment["unseen_data"],
-    )
-    fits = classifies and experiment["holdout"] and not domains
-    heads = ["fedavg_head", "head_only", "fit_head"] if fits else []
+    lora = experiment["lora"]
+    domains = "," in str(experiment["data"]) or experiment["unseen_data"]
+    heads = []
+    if classifies and experiment["holdout"] and not domains:
+        heads = ["fedavg_head", "head_only", "fit_head"]
     if lora and isinstance(lora, Mapping):
         rank = lora.get("r")
-        if (
-            isinstance(rank, list) and len(set(rank)) > 1
-        ):  # there is no mean of their factors
+        # Factors of different ranks have no mean.
+        if isinstance(rank, list) and len(set(rank)) > 1:
             return ["exact", *heads[1:2]]
         return ["fedavg", "exact", *heads[1:]]
-    return [
-        "fedavg",
-        *heads,
-        *(["aligned"] if experiment["start"] != "same" or not fits else ()),
-    ]
+    if heads and experiment["start"] == "same":
+        return ["fedavg", *heads]
+    return ["fedavg", *heads, "aligned"]

@@ -1,31 +1,30 @@
-"""Results of an experiment over its seeds, their differences, and the recommended
-strategy.
-"""
+"""Results of an experiment over its seeds, and the recommended strategy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from fedrot.simulations.run_folder import Row
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
     from fedrot.simulations.run_folder import Run
 
-Row: TypeAlias = Mapping[str, Any]
-
 #: The strategy that others are compared with, where it has results.
 REFERENCE = "fedavg"
-#: Kinds of strategies that give no model of a federation, and what they give. Plug-ins
-#: add theirs.
+#: Kinds of strategies that give no model of a federation, and what they give instead.
+#: Plug-ins add theirs.
 BOUNDS: dict[str, str] = {}
-#: The scope of rows about the global model on the test rows, and the start of that of a
-#: client's rows.
-CENTRAL, OF_CLIENT = "central", "client:"
+#: The scope of rows about the global model on the test rows.
+CENTRAL = "central"
+#: The start of the scope of rows about a client's rows.
+OF_CLIENT = "client:"
 LOWER_IS_BETTER = frozenset(
     {"loss", "calibrated_loss", "ece", "perplexity", "pseudo_perplexity"}
 )
@@ -39,13 +38,13 @@ LEARNED = 0.02
 
 @dataclass(frozen=True)
 class Paired:
-    """Ours minus theirs over ``n`` seeds: mean and verdict.
+    """Our values minus those of another strategy over ``n`` seeds: mean and verdict.
 
     ``smallest`` is half of the two-sided 95 % t interval: the smallest mean difference
     that is outside noise at this spread. The verdict is "better" or "worse", "within
     noise" if the interval contains 0, "same" if no difference is above ``ROUNDING``,
     "not finite", or "no interval" (``smallest`` is NaN) with fewer than two seeds or
-    without a spread. ``ours`` and ``theirs`` are means over these seeds.
+    without a spread. ``ours`` and ``other`` are means over these seeds.
     """
 
     mean: float
@@ -53,29 +52,40 @@ class Paired:
     n: int
     verdict: str
     ours: float = math.nan
-    theirs: float = math.nan
+    other: float = math.nan
 
 
 def paired_difference(
-    differences: Sequence[float], *, lower_is_better: bool = False
+    differences: Sequence[float],
+    *,
+    lower_is_better: bool = False,
 ) -> Paired:
     """Return the mean of differences, t(0.975, n - 1) sd / sqrt(n), and the verdict."""
     from scipy import stats
 
-    n, mean = (
-        len(differences),
-        float(np.mean(differences)) if len(differences) else math.nan,
-    )
+    n = len(differences)
     if not np.isfinite(differences).all():
         return Paired(math.nan, math.nan, n, "not finite")
-    if n and max(map(abs, differences)) <= ROUNDING:
+    if not n:
+        return Paired(math.nan, math.nan, n, "no interval")
+    mean = float(np.mean(differences))
+    if max(map(abs, differences)) <= ROUNDING:
         return Paired(mean, math.nan, n, "same")
     sd = float(np.std(differences, ddof=1)) if n > 1 else 0.0
-    if n < 2 or sd <= ROUNDING * abs(mean):
+    if sd <= ROUNDING * abs(mean):
         return Paired(mean, math.nan, n, "no interval")
-    half = float(stats.t.ppf(0.975, n - 1)) * sd / math.sqrt(n)
-    outside = "better" if (mean < 0) == lower_is_better else "worse"
-    return Paired(mean, half, n, "within noise" if abs(mean) <= half else outside)
+    quantile = float(stats.t.ppf(0.975, n - 1))
+    half = quantile * sd / math.sqrt(n)
+    if abs(mean) <= half:
+        return Paired(mean, half, n, "within noise")
+    better = (mean < 0) == lower_is_better
+    return Paired(mean, half, n, "better" if better else "worse")
+
+
+def span(values: Collection[Any], as_text: Callable[[Any], str] = str) -> str:
+    """Return the smallest and largest value: ``3 to 5``, ``3`` if they are equal."""
+    ends = (min(values), max(values))
+    return " to ".join(dict.fromkeys(map(as_text, ends)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,46 +115,49 @@ class Standing:
 
     @property
     def bound(self) -> str:
-        """What a strategy gives that gives no model of a federation; empty for
-        others.
-        """
+        """What a strategy without a model of a federation gives; empty for others."""
         return BOUNDS.get(str(self.about.get("kind", self.name)), "")
 
     def mean(self, metric: str) -> float:
         """Return the mean of a metric over seeds; NaN if the strategy lacks it."""
-        return (
-            float(self.values[metric].mean(skipna=False))
-            if metric in self.values
-            else math.nan
-        )
+        if metric not in self.values:
+            return math.nan
+        return float(self.values[metric].mean(skipna=False))
 
     def compared(self, other: Standing, metrics: Iterable[str]) -> Standing:
-        """Return these results compared with another strategy's, and judged by some
-        metrics.
-        """
+        """Return these results compared with another strategy's, and judged."""
         against = {metric: self._difference(other, metric) for metric in metrics}
-        found = {pair.verdict for pair in against.values()}
-        decided = [*found & {"better", "worse"}, "undecided"]
-        judged = (
-            "mixed" if len(decided) > 2 else "same" if found == {"same"} else decided[0]
-        )
-        return replace(
-            self,
-            against=against,
-            judgement="diverged" if "not finite" in found else judged,
-        )
+        verdicts = {pair.verdict for pair in against.values()}
+        decided = verdicts & {"better", "worse"}
+        judgement = "undecided"
+        if "not finite" in verdicts:
+            judgement = "diverged"
+        elif len(decided) == 2:
+            judgement = "mixed"
+        elif decided:
+            (judgement,) = decided
+        elif verdicts == {"same"}:
+            judgement = "same"
+        return replace(self, against=against, judgement=judgement)
 
     def _difference(self, other: Standing, metric: str) -> Paired:
-        ours, theirs = (
-            own.values.reindex(columns=[metric])[metric] for own in (self, other)
+        if not (metric in self.values and metric in other.values):
+            return paired_difference([])
+        ours = self.values[metric]
+        others = other.values[metric]
+        # Only seeds that both have are paired.
+        seeds = ours.index.intersection(others.index)
+        ours = ours[seeds]
+        others = others[seeds]
+        pair = paired_difference(
+            [*ours - others],
+            lower_is_better=metric in LOWER_IS_BETTER,
         )
-        known = metric in self.values and metric in other.values
-        common = ours.index.intersection(theirs.index if known else [])
-        ours, theirs = ours[common], theirs[common]
-        found = paired_difference(
-            [*ours - theirs], lower_is_better=metric in LOWER_IS_BETTER
+        return replace(
+            pair,
+            ours=float(ours.mean()),
+            other=float(others.mean()),
         )
-        return replace(found, ours=float(ours.mean()), theirs=float(theirs.mean()))
 
 
 @dataclass(frozen=True)
@@ -176,45 +189,48 @@ class Verdict:
     learned: bool
 
     @property
+    def models(self) -> list[Standing]:
+        """The strategies that give a model of a federation."""
+        return [standing for standing in self.standings if not standing.bound]
+
+    @property
     def undecided(self) -> bool:
         """Whether nothing is better beyond noise, and no comparison has three seeds."""
-        counts = [
-            own.against[self.judged[0]].n
-            for own in self.standings
-            if own is not self.reference
-        ]
-        return self.recommended is self.reference and bool(counts) and max(counts) < 3
+        if self.recommended is not self.reference or len(self.standings) < 2:
+            return False
+        headline = self.judged[0]
+        return all(
+            standing.against[headline].n < 3
+            for standing in self.standings
+            if standing is not self.reference
+        )
 
     @property
     def code(self) -> str:
-        """The recommended strategy's line of code; empty if nothing was learned or is
-        decided.
+        """The recommended strategy's line of code.
+
+        It is empty if nothing was learned or is decided.
         """
-        known = self.learned and not self.undecided
-        return str(self.recommended.about.get("code", "")) if known else ""
+        if self.undecided or not self.learned:
+            return ""
+        return str(self.recommended.about.get("code", ""))
 
     @property
     def seeds(self) -> str:
         """The number of seeds in words: ``5 seeds``, ``3 to 5 seeds``."""
-        counts = sorted({len(own.values) for own in self.standings})
-        return (
-            f"{' to '.join(map(str, counts[:1] + counts[1:][-1:]))} "
-            f"seed{'s' * (counts[-1] > 1)}"
-        )
+        counts = [len(standing.values) for standing in self.standings]
+        noun = "seeds" if max(counts) > 1 else "seed"
+        return f"{span(counts)} {noun}"
 
 
 def verdicts_of(run: Run) -> list[Verdict]:
-    """Return the verdicts of all experiments with results, in the order of the
-    configuration.
-    """
-    return [
-        found for name in run.experiments if (found := verdict(run, name)) is not None
-    ]
+    """Return the verdicts of all experiments with results, in their order."""
+    verdicts = (verdict(run, name) for name in run.experiments)
+    return [known for known in verdicts if known is not None]
 
 
 def verdict(run: Run, name: str) -> Verdict | None:
-    """Return the strategies of an experiment, compared, and the recommended one; None
-    without results.
+    """Return the strategies of an experiment, compared; None without results.
 
     The reference is FedAvg, else the first strategy that gives a model, of those with
     finite values. A strategy is better if one of the judged metrics is better beyond
@@ -222,81 +238,109 @@ def verdict(run: Run, name: str) -> Verdict | None:
     is recommended. Joint training and strategies that give no model are never
     recommended.
     """
-    import pandas
-
-    columns = ["strategy", "seed", "round", "scope", "metric", "value"]
-    rows = [row for row in run.rows if row["experiment"] == name]
-    frame = pandas.DataFrame(rows, columns=columns).astype({"value": float})
-    frame = frame[frame["round"] == frame.groupby("strategy")["round"].transform("max")]
-    frame = frame.drop_duplicates(["strategy", "seed", "scope", "metric"], keep="last")
+    frame = _last_rounds([row for row in run.rows if row["experiment"] == name])
     central = frame[frame["scope"] == CENTRAL]
     if central.empty:
         return None
-    metrics = sorted(
-        map(str, central["metric"].unique()), key=lambda metric: metric == "loss"
-    )
+    metrics = [str(metric) for metric in central["metric"].unique()]
+    metrics.sort(key=lambda metric: metric == "loss")
+    headline = metrics[0]
     beside = "macro_f1" if "accuracy" in metrics else "loss"
-    judged = [
-        metric
-        for metric in dict.fromkeys([metrics[0], beside, "loss"])
-        if metric in metrics
-    ]
-    standings = [
-        _standing(own, frame[frame["strategy"] == own["name"]], metrics[0])
-        for own in run.experiments[name]["strategies"].values()
-        if own["name"] in {*central["strategy"]}
-    ]
+    wanted = dict.fromkeys([headline, beside, "loss"])
+    judged = [metric for metric in wanted if metric in metrics]
+    ranking = judged[-1]
+    experiment = run.experiments[name]
+    standings = []
+    for about in experiment["strategies"].values():
+        rows = frame[frame["strategy"] == about["name"]]
+        if CENTRAL in {*rows["scope"]}:
+            standings.append(_standing(about, rows, headline))
     finite = [
-        own for own in standings if math.isfinite(own.mean(judged[-1]))
-    ] or standings
-    first = min(finite, key=lambda own: (own.name != REFERENCE, bool(own.bound)))
-    standings = [own.compared(first, judged) for own in standings]
-    reference = next(own for own in standings if own.name == first.name)
-    better = [own for own in standings if not own.bound and own.judgement == "better"]
-    sign = 1 if judged[-1] in LOWER_IS_BETTER else -1
-    recommended = min(
-        better, key=lambda own: sign * own.against[judged[-1]].mean, default=reference
+        standing for standing in standings if math.isfinite(standing.mean(ranking))
+    ]
+    first = min(
+        finite or standings,
+        key=lambda standing: (standing.name != REFERENCE, bool(standing.bound)),
     )
-    learned = _learned(run.experiments[name], standings)
-    return Verdict(name, metrics, judged, standings, reference, recommended, *learned)
+    place = standings.index(first)
+    standings = [standing.compared(first, judged) for standing in standings]
+    reference = standings[place]
+    better = [
+        standing
+        for standing in standings
+        if standing.judgement == "better" and not standing.bound
+    ]
+    sign = 1 if ranking in LOWER_IS_BETTER else -1
+    recommended = min(
+        better,
+        key=lambda standing: sign * standing.against[ranking].mean,
+        default=reference,
+    )
+    most_frequent, learned = _learned(experiment, standings)
+    return Verdict(
+        experiment=name,
+        metrics=metrics,
+        judged=judged,
+        standings=standings,
+        reference=reference,
+        recommended=recommended,
+        most_frequent=most_frequent,
+        learned=learned,
+    )
+
+
+def _last_rounds(rows: Sequence[Row]) -> DataFrame:
+    """Return the rows of each strategy's last round; a repeated row replaces others."""
+    import pandas
+
+    columns = ["strategy", "seed", "round", "scope", "metric", "value"]
+    frame = pandas.DataFrame(rows, columns=columns).astype({"value": float})
+    last = frame.groupby("strategy")["round"].transform("max")
+    frame = frame[frame["round"] == last]
+    return frame.drop_duplicates(["strategy", "seed", "scope", "metric"], keep="last")
 
 
 def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
-    """Return a strategy's results, not yet compared; ``frame`` has its rows of the last
-    round.
+    """Return a strategy's results, not yet compared.
+
+    ``frame`` has its rows of the last round.
     """
-    values = frame[frame["scope"] == CENTRAL].pivot(
+    scopes = frame["scope"]
+    metrics = frame["metric"]
+    values = frame[scopes == CENTRAL].pivot(
         index="seed", columns="metric", values="value"
     )
-    clients = frame[
-        frame["scope"].str.startswith(OF_CLIENT) & (frame["metric"] == headline)
-    ]
+    clients = frame[scopes.str.startswith(OF_CLIENT) & (metrics == headline)]
     worst = clients.groupby("seed")["value"].agg(
         "max" if headline in LOWER_IS_BETTER else "min"
     )
-    means = frame[frame["scope"] == "messages"].groupby("metric")["value"].mean()
-    sent, received, requests = means.reindex(
-        ["bytes-sent", "bytes-received", "requests"]
-    )
+    means = frame[scopes == "messages"].groupby("metric")["value"].mean()
+    messages = means.reindex(["bytes-sent", "bytes-received", "requests"])
     return Standing(
-        str(about["name"]), about, values, worst.mean(), sent + received, requests
+        name=str(about["name"]),
+        about=about,
+        values=values,
+        worst=worst.mean(),
+        traffic=messages["bytes-sent"] + messages["bytes-received"],
+        requests=messages["requests"],
     )
 
 
 def _learned(experiment: Row, standings: Sequence[Standing]) -> tuple[float, bool]:
-    """Return the share of the largest class, and whether a strategy knows more than to
-    name it.
+    """Return the share of the largest class, and whether a strategy knows more.
+
+    To know more is to be better than to name this class always.
     """
-    names, seeds = experiment["label_names"], experiment["seeds"].values()
-    counts = sum(np.sum(counts, axis=0) for counts in seeds)
-    if len(names) < 2 or not np.sum(counts):
+    classes = len(experiment["label_names"])
+    counts = sum(np.sum(counts, axis=0) for counts in experiment["seeds"].values())
+    if classes < 2 or not np.sum(counts):
         return math.nan, True
-    share = float(np.max(counts[: len(names)]) / np.sum(counts))
+    share = float(np.max(counts[:classes]) / np.sum(counts))
     # Always naming this class has a macro F1 of 2 share / (1 + share) / classes.
-    bars = {"accuracy": share, "macro_f1": 2 * share / (1 + share) / len(names)}
-    below = (
-        own.mean(metric) <= bar + LEARNED
-        for own in standings
-        for metric, bar in bars.items()
-    )
-    return share, not all(below)
+    bars = {"accuracy": share, "macro_f1": 2 * share / (1 + share) / classes}
+    for standing in standings:
+        for metric, bar in bars.items():
+            # An unknown mean is NaN, and NaN is not below.
+            if not standing.mean(metric) <= bar + LEARNED:
+                return share, True
+    return share, False

@@ -64,7 +64,7 @@ def _newton_schulz(m: Tensor) -> Tensor:
     x = m / bound[..., None, None]
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x.mT @ x
-        if bool((_residual(gram) <= RESIDUAL / 2).all()):
+        if (_residual(gram) <= RESIDUAL / 2).all():
             break
         batch = _batch(x)
         x = torch.baddbmm(
@@ -95,7 +95,7 @@ def singular_values(m: Tensor) -> Tensor:
 def _finite(m: Tensor) -> Tensor:
     """Return the matrices if they are finite."""
     # With others, LAPACK prints errors or never ends.
-    if not bool(torch.isfinite(m).all()):
+    if not torch.isfinite(m).all():
         raise UpdateError(
             "The similarity of the two models overflows. Check the client's training."
         )
@@ -114,6 +114,6 @@ def _polar_by_svd(m: Tensor) -> Tensor:
         for matrix in _batch(m).cpu().numpy():
             factors.append(scipy.linalg.svd(matrix, lapack_driver="gesvd"))
         lefts, _, rights = zip(*factors, strict=True)
-        u = torch.from_numpy(np.stack(lefts)).view(m.shape).to(m)
-        vh = torch.from_numpy(np.stack(rights)).view(m.shape).to(m)
+        stacks = (torch.from_numpy(np.stack(side)) for side in (lefts, rights))
+        u, vh = (stack.view(m.shape).to(m) for stack in stacks)
     return u @ vh

@@ -218,7 +218,7 @@ class HeadRotation(InsideHeads):
 
     def on_fisher(self, element: Tensor) -> Tensor | None:
         ordered = ((element == 0) | (element.abs() == 1)).all()
-        return element.abs() if bool(ordered) else None
+        return element.abs() if ordered else None
 
     def moved(self, element: Tensor) -> Tensor:
         return _beyond_identity(element).amax(dim=(-2, -1)) > 1e-6

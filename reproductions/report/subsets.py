@@ -14,8 +14,8 @@ import numpy as np
 
 from fedrot.simulations.data.texts import UNSEEN, metric_of
 from fedrot.simulations.report.tables import Table
-from fedrot.simulations.run_folder import Run
-from fedrot.simulations.summary import CENTRAL, Row
+from fedrot.simulations.run_folder import Row, Run
+from fedrot.simulations.summary import CENTRAL
 
 HEADER = (
     "experiment",

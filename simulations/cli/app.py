@@ -18,8 +18,9 @@ def main() -> None:
 
 
 def prepare() -> None:
-    """Prepare the process of a command line; SIGTERM interrupts as Ctrl-C does, logs
-    are ``safe``.
+    """Prepare the process of a command line.
+
+    SIGTERM interrupts as Ctrl-C does, and logs are ``safe``.
     """
     logging.setLogRecordFactory(_Record)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -24,11 +24,9 @@ class _Console(Console):
 
     def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
         for segment in super().render(*args, **options):
-            yield (
-                segment
-                if segment.control
-                else segment._replace(text=safe(segment.text))
-            )
+            if not segment.control:
+                segment = segment._replace(text=safe(segment.text))
+            yield segment
 
 
 #: Console without markup, because names, paths and extras may contain brackets and
@@ -38,8 +36,10 @@ console = _Console(markup=False, emoji=False)
 #: First words of a command line.
 PROGRAM = ["fedrot"]
 
-#: Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+#: Exit codes beside 0: the run failed, bad input, interrupted.
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
 
 Function = Callable[..., None]
 
@@ -73,8 +73,9 @@ def _options(
 
 
 class _Command(TyperCommand):
-    """A command whose expected errors are one line and an exit code, and whose help is
-    plain text.
+    """A command whose expected errors are one line and an exit code.
+
+    Its help is plain text.
     """
 
     def get_help(self, ctx: click.Context) -> str:
@@ -92,29 +93,30 @@ class _Command(TyperCommand):
             name = error.name or ""
             if name.startswith("fedrot."):
                 raise
-            said = f"This command needs {name}. {INSTALL}" if name else str(error)
-            complain_in_red(f"Error: {said}")
+            reason = f"This command needs {name}. {INSTALL}" if name else error
+            complain_in_red(f"Error: {reason}")
             raise typer.Exit(BAD_INPUT) from None
         except ValidationError as error:
-            for problem in error.errors():
-                where = ".".join(map(str, problem["loc"])) or "the settings"
-                complain_in_red(
-                    f"Error in {where}: {problem['msg'].removeprefix('Value error, ')}"
-                )
+            for detail in error.errors():
+                where = ".".join(map(str, detail["loc"])) or "the settings"
+                reason = detail["msg"].removeprefix("Value error, ")
+                complain_in_red(f"Error in {where}: {reason}")
             raise typer.Exit(BAD_INPUT) from None
-        except (OSError, ValueError, RuntimeError) as error:
-            said = str(error)
+        except RuntimeError as error:
+            complain_in_red(f"Error: {error}")
+            raise typer.Exit(FAILED) from None
+        except (OSError, ValueError) as error:
+            reason = str(error)
             if isinstance(error, OSError) and error.filename is not None:
-                said = f"'{error.filename}': {error.strerror}."
-            complain_in_red(f"Error: {said}")
-            raise typer.Exit(
-                FAILED if isinstance(error, RuntimeError) else BAD_INPUT
-            ) from None
+                reason = f"'{error.filename}': {error.strerror}."
+            complain_in_red(f"Error: {reason}")
+            raise typer.Exit(BAD_INPUT) from None
 
 
 def command(app: typer.Typer, *lines: str) -> Callable[[Function], Function]:
-    """Register a function as a command of ``app``; its help ends with these example
-    command lines.
+    """Register a function as a command of ``app``.
+
+    Its help ends with these example command lines.
     """
     return app.command(cls=_Command, epilog="\n\n".join(("Examples:", *lines)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import resources
 from inspect import Signature, signature
 from pathlib import Path
@@ -32,17 +32,18 @@ _FIELDS = (
 
 
 def _with_fields(function: Function) -> Function:
-    """Give a command an option for each of ``_FIELDS`` behind ``out``; it takes them as
-    keywords.
+    """Give a command an option for each of ``_FIELDS`` behind ``out``.
+
+    It takes them as keywords.
     """
     file, out, *others, _ = signature(function, eval_str=True).parameters.values()
-    own = []
+    options = []
     for name in _FIELDS.split():
         field = Experiment.model_fields[name]
         kind: Any = field.annotation if field.annotation in (int, Path | None) else str
         annotation = Annotated[kind | None, typer.Option(help=field.description)]
-        own.append(out.replace(name=name, default=None, annotation=annotation))
-    function.__dict__["__signature__"] = Signature([file, out, *own, *others])
+        options.append(out.replace(name=name, default=None, annotation=annotation))
+    function.__dict__["__signature__"] = Signature([file, out, *options, *others])
     return function
 
 
@@ -80,13 +81,13 @@ def simulate(
     its values. Without it: one experiment from the options. Repeat the command to go on
     after an interrupt.
     """
-    given = _with_settings(
-        {n: v for n, v in fields.items() if v is not None}, settings or ()
-    )
-    ray = given.pop(RAY, "")
-    experiments = (
-        read_experiments(file, given) if file else [Experiment.from_flat(given)]
-    )
+    values = {name: value for name, value in fields.items() if value is not None}
+    _add_settings(values, settings or ())
+    ray = values.pop(RAY, "")
+    if file:
+        experiments = read_experiments(file, values)
+    else:
+        experiments = [Experiment.from_flat(values)]
     # After the settings have been checked: these modules import torch and transformers.
     from fedrot.simulations.engine import Machine
     from fedrot.simulations.simulate import simulate as run
@@ -101,9 +102,9 @@ def simulate(
     )
 
 
-def _with_settings(given: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """Return the given fields with those of ``--set``."""
-    found, known = dict(given), [*Experiment.model_fields, RAY]
+def _add_settings(values: dict[str, Any], settings: Iterable[str]) -> None:
+    """Add the fields of ``--set``."""
+    known = [*Experiment.model_fields, RAY]
     for entry in settings:
         name, is_set, value = (part.strip() for part in entry.partition("="))
         name = name.replace("-", "_")
@@ -111,10 +112,9 @@ def _with_settings(given: Mapping[str, Any], settings: Iterable[str]) -> dict[st
             raise ValueError(
                 f"--set {entry}: give NAME=VALUE; names are {', '.join(known)}"
             )
-        if name in found:
+        if name in values:
             raise ValueError(f"--set {entry}: '{name}' is given twice")
-        found[name] = value
-    return found
+        values[name] = value
 
 
 @command(app, "fedrot flower-app my-app")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -52,11 +53,13 @@ def merge(
     """Diagnose, align and average saved MODELS: folders, hub names, LoRA adapters."""
     adapters = any((Path(model) / "adapter_config.json").is_file() for model in models)
     columns = {"text_column": text_column, "label_column": label_column}
-    given: dict[str, object] = (
-        {"--parts": parts, "--data": data} if adapters else {"--rank": rank}
-    )
-    given |= {} if data else {**columns, "--fit-head": fit_head}
-    if idle := [name for name, value in given.items() if value]:
+    useless: dict[str, object] = {"--rank": rank}
+    if adapters:
+        useless = {"--parts": parts, "--data": data}
+    if not data:
+        useless |= {**columns, "--fit-head": fit_head}
+    idle = [name for name, value in useless.items() if value]
+    if idle:
         raise FedrotError(
             f"Here, {' and '.join(idle)} would have no effect: --rank is for LoRA "
             "adapters, --parts and --data are for models, and --fit-head and columns "
@@ -66,33 +69,38 @@ def merge(
         raise FileExistsError(
             f"'{out}' exists and is not an empty folder. Choose another --out."
         )
-    shares, allowed = _weights(weights, len(models)), allow or []
+    numbers = _weights(weights, len(models))
+    allowed = allow or []
     with console.status(escape(f"Merging {len(models)} models")):
         from fedrot.simulations.saved.merging import merge_adapters, merge_models
 
         if adapters:
-            said = merge_adapters(models, out, shares, allowed, rank)
+            sentences = merge_adapters(models, out, numbers, allowed, rank)
         else:
-            fields = {"data": data, **columns} if data else {}
-            said = merge_models(models, out, shares, allowed, parts, fields, fit_head)
-    for sentence in said:
+            sentences = merge_models(
+                models,
+                out,
+                numbers,
+                allowed,
+                parts,
+                {"data": data, **columns} if data else {},
+                fit_head,
+            )
+    for sentence in sentences:
         say(sentence)
     say(f"Written: {out}" if out else "Nothing was written; --out writes the average.")
 
 
 def _weights(text: str | None, count: int) -> list[float]:
     """Read one weight per model, by default 1."""
-    try:
-        weights = (
-            [float(number) for number in text.split(",")] if text else [1.0] * count
-        )
-    except ValueError:
-        weights = []
-    if (
-        count < 2
-        or len(weights) != count
-        or not all(0 < weight < float("inf") for weight in weights)
-    ):
+    weights = [1.0] * count
+    if text:
+        try:
+            weights = [float(number) for number in text.split(",")]
+        except ValueError:
+            weights = []
+    positive = all(0 < weight < math.inf for weight in weights)
+    if count < 2 or len(weights) != count or not positive:
         raise FedrotError(
             f"The weights of {count} models are {text}. Give two or more models and, "
             "separated by commas, a positive weight for each."
@@ -123,24 +131,23 @@ def check(
     with console.status(escape(f"Checking {model}")):
         saved = load(model)
         with about(model):
-            config, symmetry = (
-                saved.model.config,
-                symmetry_of(saved.model.config, saved.tensors),
-            )
-            movable = {group.part for group in symmetry.groups}
-            chosen = (
-                options_of(parts).parts
-                if parts
-                else tuple(p for p in PARTS if p in movable)
-            )
+            config = saved.model.config
+            symmetry = symmetry_of(config, saved.tensors)
+            if parts:
+                chosen = options_of(parts).parts
+            else:
+                movable = {group.part for group in symmetry.groups}
+                chosen = tuple(part for part in PARTS if part in movable)
             if not symmetry.select(chosen):
                 raise FedrotError(
                     f"It has no groups of the parts {', '.join(chosen) or '(none)'}."
                 )
-            rotates = "residual" in chosen and symmetry.can_rotate
+            checked = [symmetry]
+            if "residual" in chosen and symmetry.can_rotate:
+                checked.append(symmetry.rotated)
             try:
-                for one in (symmetry, symmetry.rotated) if rotates else (symmetry,):
-                    change = check_function(saved.model, config, one, chosen)
+                for moved in checked:
+                    change = check_function(saved.model, config, moved, chosen)
             except SymmetryError as error:
                 complain_in_red(str(error))
                 raise typer.Exit(FAILED) from None

@@ -1,6 +1,4 @@
-"""Cells, an experiment with one seed and strategy each, and how they run in Flower's
-strategy loop.
-"""
+"""How a cell of an experiment runs in Flower's strategy loop."""
 
 from __future__ import annotations
 
@@ -19,7 +17,6 @@ from torch import nn
 from fedrot.aggregation import aggregation_named
 from fedrot.lora import AdapterOptions
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.grids import OrderedGrid
 from fedrot.simulations.models import (
     build_model,
@@ -27,8 +24,7 @@ from fedrot.simulations.models import (
     model_config,
     tensors_of,
 )
-from fedrot.simulations.run_folder import file_name, read_rows, title_of
-from fedrot.simulations.strategy import Strategy
+from fedrot.simulations.run_folder import Cell, Row, read_rows
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies import (
@@ -47,40 +43,6 @@ from fedrot.symmetry import symmetry_of
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One experiment, seed and strategy."""
-
-    experiment: Experiment
-    seed: int
-    strategy: Strategy
-
-    @property
-    def title(self) -> str:
-        """The cell's title for people."""
-        return title_of(self.experiment.name, self.seed, self.strategy.name)
-
-    @property
-    def name(self) -> str:
-        """The cell's file name without suffix, unique for each cell."""
-        return file_name(self.title)
-
-    @property
-    def trains_first(self) -> tuple[str, int]:
-        """A key that is equal for cells that share the first round's trainings."""
-        return self.experiment.training, self.seed
-
-
-def cells_of(experiments: Iterable[Experiment]) -> list[Cell]:
-    """Return all cells in the order of tables."""
-    return [
-        Cell(experiment, seed, strategy)
-        for experiment in experiments
-        for seed in experiment.seeds
-        for strategy in experiment.strategies
-    ]
-
-
-@dataclass(frozen=True)
 class CellRun(Cell):
     """The run of a cell; its results are added to ``rows`` and ``alignment``.
 
@@ -90,8 +52,8 @@ class CellRun(Cell):
 
     grid: Any = None
     scratch: Path = Path()
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    alignment: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    alignment: list[Row] = field(default_factory=list)
 
     @property
     def task(self) -> Task:
@@ -100,9 +62,7 @@ class CellRun(Cell):
 
     @property
     def job(self) -> dict[str, Any]:
-        """What clients are told: ``batches`` for statistics, ``loads`` see
-        ``models.LOADERS``.
-        """
+        """The fields that clients read, see ``client_app.ClientJob``."""
         return {
             "experiment": self.experiment.to_json(),
             "seed": self.seed,
@@ -128,14 +88,14 @@ class CellRun(Cell):
 
     def record(self, scope: str, server_round: int, metrics: Mapping[str, Any]) -> None:
         """Add one row per metric."""
-        own = {**self.labels, "round": server_round, "scope": scope}
-        self.rows.extend(
-            {**own, "metric": name, "value": value} for name, value in metrics.items()
-        )
+        shared = {**self.labels, "round": server_round, "scope": scope}
+        for name, value in metrics.items():
+            self.rows.append({**shared, "metric": name, "value": value})
 
     def client_rows(self, held_out: bool = True) -> dict[int, np.ndarray]:
-        """Return the rows that each client of the strategy holds out, or its training
-        rows.
+        """Return the rows that each client holds out, or its training rows.
+
+        The clients are those of the strategy.
         """
         clients = self.strategy.clients or range(self.experiment.clients)
         return {
@@ -144,10 +104,10 @@ class CellRun(Cell):
         }
 
     def finish_round(self, server_round: int, model: nn.Module) -> dict[str, float]:
-        """Evaluate a round's global model, add the metrics and what messages cost;
-        return the metrics.
+        """Evaluate a round's global model; add and return the metrics.
 
-        After the last round the model is evaluated on each client's held-out rows, too.
+        What messages cost is added, too. After the last round the model is evaluated on
+        each client's held-out rows as well.
         """
         task = self.task
         metrics = training.evaluate(model, task, task.test, np.arange(len(task.test)))
@@ -156,29 +116,26 @@ class CellRun(Cell):
         if server_round == self.experiment.rounds:
             for client, rows in self.client_rows().items():
                 if len(rows):
-                    own = training.evaluate(model, task, task.train, rows)
-                    self.record(f"client:{client}", server_round, own)
+                    scores = training.evaluate(model, task, task.train, rows)
+                    self.record(f"client:{client}", server_round, scores)
         return metrics
 
     def with_fitted_head(
         self, server_round: int, arrays: ArrayRecord, model: Any
     ) -> ArrayRecord:
-        """Return a model with the better of two task heads: its own, or the fitted
-        one.
-        """
-        described = (
-            model.peft_config["default"] if self.experiment.lora else model.config
-        )
+        """Return a model with the better of its task head and the fitted one."""
+        settings = model.config
+        if self.experiment.lora:
+            settings = model.peft_config["default"]
         config = ConfigRecord({**self.job, "server-round": server_round})
-        return fit_task_head(self.grid, arrays, described, config=config).arrays
+        return fit_task_head(self.grid, arrays, settings, config=config).arrays
 
 
 class CellStrategy(ReplyStrategy):
-    """Mixin for the strategy of a cell: samples the same clients in every strategy, and
-    adds rows.
+    """Mixin for the strategy of a cell.
 
-    ``network`` is a model to load tensors into, ``report`` the file of the alignment
-    report.
+    It samples the same clients in every strategy, and adds rows. ``network`` is a model
+    to load tensors into, ``report`` the file of the alignment report.
     """
 
     trusts_ids = True
@@ -186,21 +143,24 @@ class CellStrategy(ReplyStrategy):
     loads = ""
 
     def __init__(self, cell: CellRun, model: Any, *args: Any, **kwargs: Any) -> None:
-        experiment, strategy = cell.experiment, cell.strategy
-        self.cell, self.network, self.report = (
-            cell,
-            model,
-            cell.scratch / "alignment.jsonl",
-        )
-        self.current_round, self.trained_round = 0, 0
+        experiment = cell.experiment
+        strategy = cell.strategy
+        self.cell = cell
+        self.network = model
+        self.report = cell.scratch / "alignment.jsonl"
+        self.current_round = 0
+        self.trained_round = 0
+        server = replace(Server(**strategy.server), deterministic=True)
+        share = strategy.fraction_train or experiment.fraction_train
+        clients = len(strategy.clients) or experiment.clients
         super().__init__(
             *args,
-            server=replace(Server(**strategy.server), deterministic=True),
+            server=server,
             reporting=Reporting(self.report),
-            fraction_train=strategy.fraction_train or experiment.fraction_train,
+            fraction_train=share,
             fraction_evaluate=0.0,
             min_train_nodes=1,
-            min_available_nodes=len(strategy.clients) or experiment.clients,
+            min_available_nodes=clients,
             weighted_by_key=strategy.weighted_by_key,
             train_metrics_aggr_fn=self._after_training,
             **kwargs,
@@ -217,85 +177,88 @@ class CellStrategy(ReplyStrategy):
     def evaluate_centrally(
         self, server_round: int, arrays: ArrayRecord
     ) -> MetricRecord:
-        """Evaluate a round's global model, in the last round with the head that it ends
-        with.
-        """
+        """Evaluate a round's global model, in the last round with its final head."""
         if self.trained_round != server_round:
             raise RuntimeError(
                 f"No client returned a usable update in round {server_round} of "
                 f"{self.cell.title}. Flower's log says which clients failed, and why "
                 "replies were dropped."
             )
-        if (
-            self.cell.strategy.fit_at_end
-            and server_round == self.cell.experiment.rounds
-        ):
+        last = server_round == self.cell.experiment.rounds
+        if last and self.cell.strategy.fit_at_end:
             arrays = self.cell.with_fitted_head(server_round, arrays, self.network)
         load_tensors(self.network, arrays.to_torch_state_dict(), self.loads)
         return MetricRecord({**self.cell.finish_round(server_round, self.network)})
 
     def _after_training(self, contents: list[Any], key: str) -> MetricRecord:
-        """Add the clients' losses, in the order of the clients: replies arrive in any
-        order.
-        """
+        """Add the clients' losses, in the order of the clients."""
         self.trained_round = self.current_round
-        losses = {
-            c[CLIENT_RECORD][CLIENT_KEY]: c["metrics"]["train-loss"] for c in contents
-        }
-        for client in sorted(losses):
-            self.cell.record(
-                f"client:{client}", self.current_round, {"train-loss": losses[client]}
-            )
+        losses = {}
+        for content in contents:
+            client = content[CLIENT_RECORD][CLIENT_KEY]
+            losses[client] = {"train-loss": content["metrics"]["train-loss"]}
+        # Replies arrive in any order.
+        for client, metrics in sorted(losses.items()):
+            self.cell.record(f"client:{client}", self.current_round, metrics)
         return MetricRecord()
 
 
 class FedRotCell(CellStrategy, FedRot):
-    """``FedRot`` for one cell. All strategies use fedrot's mean: if none moves, all
-    have equal bits.
+    """``FedRot`` for one cell.
+
+    All strategies use fedrot's mean: if none moves, all have equal bits.
     """
 
     def __init__(self, cell: CellRun, model: Any) -> None:
-        strategy, options = cell.strategy, cell.strategy.options_of_alignment
-        given = strategy.aggregation_arguments
-        name = given.pop("name")
+        strategy = cell.strategy
+        alignment = strategy.options_of_alignment
+        arguments = strategy.aggregation_arguments
+        name = arguments.pop("name")
+        # The registry takes functions: it calls those that an aggregation needs.
+        values = {
+            key: partial(lambda value: value, value) for key, value in arguments.items()
+        }
         aggregation = aggregation_named(
             name,
             symmetry=lambda: symmetry_of(model.config, model.state_dict()),
-            **{
-                key: partial(lambda value: value, value) for key, value in given.items()
-            },
+            **values,
         )
+        guard = None
+        if strategy.guard:
+            guard = Guard(strategy.guard, evaluate=self.evaluate_mean)
         super().__init__(
             cell,
             model,
             model_config(cell.experiment, cell.task.data).to_dict(),
             aggregation=aggregation,
-            alignment=options,
-            other_basis=_other_basis(cell) if options is not None else None,
-            guard=Guard(strategy.guard, evaluate=self.evaluate_mean)
-            if strategy.guard
-            else None,
+            alignment=alignment,
+            other_basis=None if alignment is None else _other_basis(cell),
+            guard=guard,
             fit_head=strategy.fit_head,
         )
 
     def evaluate_mean(self, server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        """Evaluate one of the guard's means on the clients' held-out rows, which no
-        table reports.
+        """Evaluate one of the guard's means on the clients' held-out rows.
+
+        No table reports these metrics.
         """
         load_tensors(self.network, arrays.to_torch_state_dict())
-        task, rows = self.cell.task, np.concatenate([*self.cell.client_rows().values()])
+        task = self.cell.task
+        rows = np.concatenate([*self.cell.client_rows().values()])
         return MetricRecord({**training.evaluate(self.network, task, task.train, rows)})
 
 
 def _other_basis(cell: CellRun) -> OtherBasis | None:
-    given = cell.strategy.other_basis
-    if given is False:
+    settings = cell.strategy.other_basis
+    if settings is False:
         return None
-    fields = dict(given) if isinstance(given, dict) else {}
+    fields = dict(settings) if isinstance(settings, dict) else {}
     build = cell.model if fields.pop("model", True) else None
-    options = fields.pop("options", None)
-    own = OTHER_BASIS_OPTIONS if options is None else AlignmentOptions(**options)
-    return OtherBasis(model=build, options=own, **fields)
+    options = OTHER_BASIS_OPTIONS
+    changed = fields.pop("options", None)
+    if changed is not None:
+        options = AlignmentOptions(**changed)
+    return OtherBasis(model=build, options=options, **fields)
 
 
 class FedRotLoRACell(CellStrategy, FedRotLoRA):
@@ -306,18 +269,19 @@ def strategy_of(cell: CellRun, model: Any) -> CellStrategy:
     """Return the strategy of a cell, with a model to load tensors into."""
     if not cell.experiment.lora:
         return FedRotCell(cell, model)
-    options, settings = (
-        AdapterOptions(**cell.strategy.adapters),
-        model.peft_config["default"],
-    )
     return FedRotLoRACell(
-        cell, model, settings, options, fit_head=cell.strategy.fit_head
+        cell,
+        model,
+        model.peft_config["default"],
+        AdapterOptions(**cell.strategy.adapters),
+        fit_head=cell.strategy.fit_head,
     )
 
 
 def run_cell(cell: Cell, grid: OrderedGrid, scratch: Path) -> CellRun:
-    """Run a cell with its clients of a grid; it fails if no update of a round was
-    accepted.
+    """Run a cell with its clients of a grid.
+
+    It fails if no update of a round was accepted.
     """
     run = CellRun(
         cell.experiment,

@@ -50,9 +50,10 @@ from fedrot.task_head.names import adapter_task_head_of, task_head_of
 
 #: Size in bytes above which a folder of shared trainings takes none of later rounds.
 KEPT_BYTES = 2**30
-#: Rows per batch when a task head is fitted, and for statistics (Jin et al. 2023,
-#: section 5.1).
-HEAD_BATCH, STATISTICS_BATCH = 64, 16
+#: Rows per batch when a task head is fitted.
+HEAD_BATCH = 64
+#: Rows per batch for statistics (Jin et al. 2023, section 5.1).
+STATISTICS_BATCH = 16
 #: Maximum number of training rows for matching at a client.
 MATCHING_ROWS = 4096
 
@@ -61,42 +62,57 @@ app = ClientApp()
 
 @dataclass(frozen=True)
 class ClientJob:
-    """One message: ``told``, as ``CellRun.job``, to the ``client`` of a partition
-    id.
+    """One message to a client.
+
+    Attributes:
+        settings: the message's fields, as ``CellRun.job``. ``batches`` is the most
+            batches for statistics, ``loads`` a key of ``models.LOADERS``, ``cache`` the
+            folder of shared trainings.
+        client: its partition id.
     """
 
-    told: Mapping[str, Any]
+    settings: Mapping[str, Any]
     client: int
 
     @classmethod
     def read(cls, message: Message, context: Context) -> ClientJob:
         """Read a job from a message and the node's context."""
-        (told,) = message.content.config_records.values()
-        return cls(told, int(context.node_config[CLIENT_KEY]))
+        (settings,) = message.content.config_records.values()
+        return cls(settings, int(context.node_config[CLIENT_KEY]))
 
     @property
     def stream(self) -> int:
         """The random seed of this client in this round and run."""
-        return (
-            int(self.told["seed"]) * 1_000 + int(self.told["server-round"])
-        ) * 1_000 + self.client
+        run = self.seed * 1_000 + self.round
+        return run * 1_000 + self.client
+
+    @property
+    def seed(self) -> int:
+        """The seed of the cell."""
+        return int(self.settings["seed"])
+
+    @property
+    def round(self) -> int:
+        """The number of the server's round."""
+        return int(self.settings["server-round"])
 
     @property
     def task(self) -> Task:
         """The experiment's data and objective."""
-        return task_of(self.told["experiment"])
+        return task_of(self.settings["experiment"])
 
     def rows(self, held_out: bool = False) -> np.ndarray:
         """Return the client's training rows, or those that it holds out."""
-        return self.task.client_rows(int(self.told["seed"]), self.client)[held_out]
+        return self.task.client_rows(self.seed, self.client)[held_out]
 
     def model(self, tensors: Mapping[str, Tensor] | None = None) -> nn.Module:
         """Return the client's model, with these tensors or to load weights into."""
         ranks = self.task.experiment.ranks
         rank = ranks[self.client % len(ranks)]
-        model = _empty_model(self.told["experiment"], rank, self.told["loads"])
+        loads = self.settings["loads"]
+        model = _empty_model(self.settings["experiment"], rank, loads)
         if tensors is not None:
-            load_tensors(model, tensors, self.told["loads"])
+            load_tensors(model, tensors, loads)
         return model
 
     def batches(self, rows: np.ndarray, limit: int, size: int) -> Any:
@@ -121,18 +137,19 @@ def _empty_model(experiment_json: str, rank: int | None, loads: str) -> nn.Modul
 
 def _labelled(message: Message, context: Context) -> LabelledRows:
     job = ClientJob.read(message, context)
-    kept, held_out = (
-        partial(job.batches, rows, len(rows), HEAD_BATCH)
-        for rows in map(job.rows, (False, True))
-    )
-    return LabelledRows(job.model, kept, held_out)
+
+    def batches(rows: np.ndarray) -> Any:
+        return partial(job.batches, rows, len(rows), HEAD_BATCH)
+
+    return LabelledRows(job.model, batches(job.rows()), batches(job.rows(True)))
 
 
 def _matching(message: Message, context: Context) -> Matching:
     job = ClientJob.read(message, context)
-    experiment, data = job.task.experiment, job.task.data
+    experiment = job.task.experiment
+    build = partial(build_model, experiment, job.task.data, seed=0)
     batches = partial(job.batches, job.rows(), MATCHING_ROWS, experiment.batch_size)
-    return Matching(partial(build_model, experiment, data, seed=0), batches)
+    return Matching(build, batches)
 
 
 answer_with_sums(app, _labelled)
@@ -142,28 +159,32 @@ match_at_client(app, _matching)
 @app.query()
 def who(message: Message, context: Context) -> Message:
     """Answer with the node's partition id."""
-    return Message(_own(context), reply_to=message)
+    return Message(_identified(context), reply_to=message)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Train from the received model, or from the client's own initial model, and return
-    the update.
+    """Train from the received model, and return the update.
+
+    In the first round of an experiment with different starts, it trains from the
+    client's own initial model.
     """
     job = ClientJob.read(message, context)
-    task, rows, content = job.task, job.rows(), _own(context)
+    task = job.task
+    rows = job.rows()
+    content = _identified(context)
     (arrays,) = message.content.array_records.values()
     state, loss = _trained(job, arrays)
     known = ~np.isnan(task.data.train.labels[rows].astype(np.float32))
     if not known.all():  # The client's data has only some of the labels.
         received = arrays.to_torch_state_dict()
         settings = model_config(task.experiment, task.data)
-        head = (
+        task_head = (
             adapter_task_head_of(received)
             if task.experiment.lora
             else task_head_of(settings, received)
         )
-        names = received.keys() & {f"{head}.weight", f"{head}.bias"}
+        names = received.keys() & {f"{task_head}.weight", f"{task_head}.bias"}
         labels = np.flatnonzero(known.any(axis=0)).tolist()
         state, statistics = fedrot.completed(
             state, received, dict.fromkeys(names, labels)
@@ -175,58 +196,64 @@ def train(message: Message, context: Context) -> Message:
     content["arrays"] = ArrayRecord(state)
     content["metrics"] = MetricRecord({"num-examples": len(rows), "train-loss": loss})
     if wanted_statistics(message):
-        most = int(job.told["batches"])
-        batches = partial(
-            job.batches, rows, most * STATISTICS_BATCH or len(rows), STATISTICS_BATCH
-        )
+        most = int(job.settings["batches"])
+        limit = most * STATISTICS_BATCH or len(rows)
         add_statistics(
-            content, message, job.model(state), batches, max_batches=most or None
+            content,
+            message,
+            job.model(state),
+            partial(job.batches, rows, limit, STATISTICS_BATCH),
+            max_batches=most or None,
         )
     return Message(content, reply_to=message)
 
 
-def _own(context: Context) -> RecordDict:
+def _identified(context: Context) -> RecordDict:
     """Return a reply's content with the node's partition id."""
-    return RecordDict(
-        {
-            CLIENT_RECORD: ConfigRecord(
-                {CLIENT_KEY: int(context.node_config[CLIENT_KEY])}
-            )
-        }
-    )
+    client = int(context.node_config[CLIENT_KEY])
+    return RecordDict({CLIENT_RECORD: ConfigRecord({CLIENT_KEY: client})})
 
 
 def _trained(job: ClientJob, arrays: ArrayRecord) -> tuple[dict[str, Tensor], float]:
-    """Return the client's trained tensors and its loss; strategies that send the same
-    model train once.
+    """Return the client's trained tensors and its loss.
 
-    In the first round all strategies send the same model. Later, two do so only as long
-    as their averages have the same bits; therefore trainings of later rounds are kept
-    only while the folder is small. Clients on other machines do not have the folder.
+    Strategies that send the same model train once. In the first round all strategies
+    send the same model. Later, two do so only as long as their averages have the same
+    bits; therefore trainings of later rounds are kept only while the folder is small.
+    Clients on other machines do not have the folder.
     """
-    task, told = job.task, job.told
+    settings = job.settings
+    experiment = job.task.experiment
     what = [
-        task.experiment.training,
-        told["lr"],
+        experiment.training,
+        settings["lr"],
         job.stream,
-        told["loads"],
+        settings["loads"],
         arrays.object_id,
     ]
-    folder = Path(told["cache"])
-    path = folder / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()}.pt"
-    shared = told["cache"] != "" and os.access(folder, os.W_OK)
+    key = hashlib.sha256(json.dumps(what).encode()).hexdigest()
+    folder = Path(settings["cache"])
+    path = folder / f"{key}.pt"
+    shared = settings["cache"] != "" and os.access(folder, os.W_OK)
     if shared and path.exists():
-        found: tuple[dict[str, Tensor], float] = torch.load(path, weights_only=True)
-        return found
+        result: tuple[dict[str, Tensor], float] = torch.load(path, weights_only=True)
+        return result
     model = job.model(arrays.to_torch_state_dict())
-    if task.experiment.start == "different" and told["server-round"] == 1:
-        own = build_model(task.experiment, task.data, seed=job.stream)
-        model.load_state_dict(own.state_dict())
-    epochs = task.experiment.epochs(told["server-round"])
-    loss = training.train(model, task, job.rows(), job.stream, epochs, told["lr"])
-    found = tensors_of(model), loss
-    kept = sum(file.stat().st_size for file in folder.glob("*.pt")) if shared else 0
-    if shared and (told["server-round"] == 1 or kept < KEPT_BYTES):
-        with replacing(path) as temporary:
-            torch.save(found, temporary)
-    return found
+    if experiment.start == "different" and job.round == 1:
+        other = build_model(experiment, job.task.data, seed=job.stream)
+        model.load_state_dict(other.state_dict())
+    loss = training.train(
+        model,
+        job.task,
+        job.rows(),
+        job.stream,
+        experiment.epochs(job.round),
+        settings["lr"],
+    )
+    result = tensors_of(model), loss
+    if shared:
+        kept = sum(file.stat().st_size for file in folder.glob("*.pt"))
+        if job.round == 1 or kept < KEPT_BYTES:
+            with replacing(path) as temporary:
+                torch.save(result, temporary)
+    return result

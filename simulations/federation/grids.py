@@ -1,6 +1,4 @@
-"""``LocalGrid``, client apps in this process, and ``OrderedGrid``, nodes by partition
-id.
-"""
+"""``LocalGrid``, clients in this process; ``OrderedGrid``, nodes by partition id."""
 
 from __future__ import annotations
 
@@ -42,20 +40,22 @@ class LocalGrid(Grid):
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         ids = []
         for message in messages:
-            ids.append(uuid4().hex)
-            message.metadata.__dict__["_message_id"] = ids[-1]
-            self._sent[ids[-1]] = message
+            message_id = uuid4().hex
+            message.metadata.__dict__["_message_id"] = message_id
+            self._sent[message_id] = message
+            ids.append(message_id)
         return ids
 
     def pull_messages(self, *args: Any, **kwargs: Any) -> list[Message]:
-        """Return the answers to messages, by their ids: Flower renames the only
-        argument.
-        """
+        """Return the answers to messages, by their ids."""
+        # Flower's versions have different names for the only argument.
         (ids,) = (*args, *kwargs.values())
         answers = []
         for message_id in ids:
             message = self._sent.get(message_id)
-            answer = message and self.nodes[message.metadata.dst_node_id](message)
+            if message is None:
+                continue
+            answer = self.nodes[message.metadata.dst_node_id](message)
             if answer is not None:
                 del self._sent[message_id]
                 answers.append(answer)
@@ -74,18 +74,22 @@ class LocalGrid(Grid):
 
 
 def local_clients(app: ClientApp, count: int) -> LocalGrid:
-    """Return a grid of ``count`` nodes with one app and the partition ids 0 to ``count
-    - 1``.
-    """
-    contexts = (
-        Context(1, own, {CLIENT_KEY: own}, RecordDict(), {}) for own in range(count)
-    )
-    return LocalGrid({one.node_id: partial(app, context=one) for one in contexts})
+    """Return a grid of nodes with one app and the partition ids 0 to ``count - 1``."""
+    nodes = {}
+    for client in range(count):
+        context = Context(
+            run_id=1,
+            node_id=client,
+            node_config={CLIENT_KEY: client},
+            state=RecordDict(),
+            run_config={},
+        )
+        nodes[client] = partial(app, context=context)
+    return LocalGrid(nodes)
 
 
 class OrderedGrid(LazyGrid):
-    """A grid of ``count`` nodes, ordered by partition id; it counts messages and their
-    bytes.
+    """A grid of ``count`` nodes by partition id; it counts messages and their bytes.
 
     Node ids are random. Without this order, two runs with one seed would sample
     different clients.
@@ -101,50 +105,62 @@ class OrderedGrid(LazyGrid):
     def __init__(self, grid: Grid, count: int) -> None:
         super().__init__(grid)
         self.counted = Counter[str]()
-        while len(found := list(grid.get_node_ids())) < count:
-            log(INFO, "Waiting for nodes: %d of %d are connected.", len(found), count)
+        nodes = list(grid.get_node_ids())
+        while len(nodes) < count:
+            log(INFO, "Waiting for nodes: %d of %d are connected.", len(nodes), count)
             time.sleep(1.0)
-        kind = MessageType.QUERY
-        asked = [
-            Message(RecordDict(), dst_node_id=node, message_type=kind) for node in found
-        ]
-        answers = [
-            reply for reply in self.send_and_receive(asked) if reply.has_content()
-        ]
-        own = {client_id(reply): reply.metadata.src_node_id for reply in answers}
-        if [*range(count)] != sorted(own) or len(found) > count:
-            raise RuntimeError(
-                f"The {len(found)} nodes have the partition ids "
-                f"{sorted(map(client_id, answers))}, but the experiment has {count} "
-                "clients. Start one node per partition id from 0 on."
+            nodes = list(grid.get_node_ids())
+        questions = []
+        for node in nodes:
+            questions.append(
+                Message(
+                    RecordDict(),
+                    dst_node_id=node,
+                    message_type=MessageType.QUERY,
+                )
             )
-        self._nodes = [own[client] for client in range(count)]
+        clients = []
+        node_of = {}
+        for reply in self.send_and_receive(questions):
+            if reply.has_content():
+                client = client_id(reply)
+                clients.append(client)
+                node_of[client] = reply.metadata.src_node_id
+        if [*range(count)] != sorted(node_of) or len(nodes) > count:
+            raise RuntimeError(
+                f"The {len(nodes)} nodes have the partition ids {sorted(clients)}, but "
+                f"the experiment has {count} clients. Start one node per partition id "
+                "from 0 on."
+            )
+        self._nodes = [node_of[client] for client in range(count)]
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self._nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages, and count them."""
-        asked = list(messages)
-        self.counted["requests"] += len(asked)
-        self.counted["bytes-sent"] += sum(map(_bytes_of, asked))
-        return self.grid.push_messages(asked)
+        requests = list(messages)
+        self.counted["requests"] += len(requests)
+        self.counted["bytes-sent"] += sum(map(_bytes_of, requests))
+        return self.grid.push_messages(requests)
 
     def pull_messages(self, *args: Any, **kwargs: Any) -> Iterable[Message]:
         """Return replies that have arrived, and count their bytes."""
         replies = list(self.grid.pull_messages(*args, **kwargs))
-        self.counted["bytes-received"] += sum(
-            _bytes_of(m) for m in replies if m.has_content()
-        )
+        for reply in replies:
+            if reply.has_content():
+                self.counted["bytes-received"] += _bytes_of(reply)
         return replies
 
     def of(self, clients: Sequence[int]) -> OrderedGrid:
-        """Return the grid of the nodes with these partition ids, all if there are none,
-        uncounted.
+        """Return a grid of the nodes with these partition ids, all if none are given.
+
+        It counts its own messages.
         """
         grid = copy.copy(self)
         grid.counted = Counter()
-        grid._nodes = [self._nodes[client] for client in clients] or self._nodes
+        if clients:
+            grid._nodes = [self._nodes[client] for client in clients]
         return grid
 
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from fedrot.simulations.report.tables import format_difference, number, spoken
-from fedrot.simulations.summary import LOWER_IS_BETTER, ROUNDING, Standing, Verdict
+from fedrot.simulations.summary import (
+    LOWER_IS_BETTER,
+    ROUNDING,
+    Standing,
+    Verdict,
+    span,
+)
 
-#: What is said of the strategies of each judgement; the reference is named in it.
+#: What the strategies of each judgement are called; the reference is named in it.
 JUDGED = {
     "better": "Also better than {}",
     "undecided": "Undecided against {}",
@@ -18,125 +25,165 @@ JUDGED = {
 }
 
 
-def lead(found: Verdict) -> str:
-    """Return the verdict: what to use and what it gains most, and what others are best
-    in.
-    """
-    ours, others = (
-        found.recommended,
-        [own for own in found.standings if own is not found.reference],
-    )
-    if not found.learned:
-        naming = (
-            "always naming the most frequent class, accuracy "
-            f"{number(found.most_frequent)}"
+def lead(verdict: Verdict) -> str:
+    """Return what to use, what it gains most, and what other strategies are best in."""
+    ours = verdict.recommended
+    if not verdict.learned:
+        accuracy = number(verdict.most_frequent)
+        return (
+            "Nothing was learned: no strategy is better than always naming the most "
+            f"frequent class, accuracy {accuracy}."
         )
-        return f"Nothing was learned: no strategy is better than {naming}."
-    if not others:
+    if len(verdict.standings) == 1:
         return f"Only {ours.name} has results: there is nothing to compare it with."
-    said = f"Keep {ours.name}: nothing is better beyond noise with {found.seeds}"
-    if ours is not found.reference:
-        said = f"Use {ours.name}: {_gains(found)[0]}"
-    elif found.undecided:
-        said = (
+    advice = f"Keep {ours.name}: nothing is better beyond noise with {verdict.seeds}"
+    if ours is not verdict.reference:
+        scores, _ = _gains(verdict)
+        advice = f"Use {ours.name}: {scores}"
+    elif verdict.undecided:
+        advice = (
             "Undecided: fewer than three seeds do not show what is noise. Run five "
             "seeds"
         )
-    elif any(own.judgement == "mixed" and not own.bound for own in others):
-        said = f"Keep {ours.name}: what is better in one metric is worse in another"
-    best = (_best(found, metric) for metric in found.judged if metric != "loss")
-    return f"{said}.{''.join(best)}"
+    elif any(other.judgement == "mixed" for other in verdict.models):
+        advice = f"Keep {ours.name}: what is better in one metric is worse in another"
+    best = [_best(verdict, metric) for metric in verdict.judged if metric != "loss"]
+    return f"{advice}.{''.join(best)}"
 
 
-def _best(found: Verdict, metric: str) -> str:
-    """Return who gains most in a metric, clearly if anyone does; empty for the
-    recommended strategy.
+def _best(verdict: Verdict, metric: str) -> str:
+    """Return who gains most in a metric, clearly if anyone does.
+
+    The sentence is empty for the recommended strategy.
     """
     sign = -1 if metric in LOWER_IS_BETTER else 1
-    pairs = {own: own.against[metric] for own in found.standings if not own.bound}
-    gains = {own: pair for own, pair in pairs.items() if sign * pair.mean > ROUNDING}
-    clear = {
-        own: pair for own, pair in gains.items() if pair.verdict == "better"
-    } or gains
-    top = max(clear, key=lambda own: abs(clear[own].mean), default=found.recommended)
-    if top is found.recommended:
+
+    def gain(standing: Standing) -> float:
+        return sign * standing.against[metric].mean
+
+    gaining = [model for model in verdict.models if gain(model) > ROUNDING]
+    clear = [model for model in gaining if model.against[metric].verdict == "better"]
+    top = max(clear or gaining, key=gain, default=verdict.recommended)
+    if top is verdict.recommended:
         return ""
-    return f" Best in {spoken(metric)}: {top.name}, {format_difference(clear[top])}."
+    difference = format_difference(top.against[metric])
+    return f" Best in {spoken(metric)}: {top.name}, {difference}."
 
 
-def sentences(found: Verdict) -> list[str]:
-    """Return the sentences below ``lead``: gains, noise, worst client, messages, other
-    strategies.
+def sentences(verdict: Verdict) -> list[str]:
+    """Return the sentences below ``lead``.
+
+    They tell gains, noise, the worst client, messages and other strategies.
     """
-    ours, theirs, metric = found.recommended, found.reference, found.judged[0]
-    alone = ours is theirs
-    means = f"Means of {ours.name}: {_means(ours, found)}"
-    said = [means] if alone else [f"Also {gain}" for gain in _gains(found)[1]]
-    models = [own for own in found.standings if not own.bound] if alone else [ours]
-    halves = sorted(
-        half for own in models if (half := own.against[metric].smallest) > 0
-    )
-    if halves:
-        between = " to ".join(dict.fromkeys(map(number, (halves[0], halves[-1]))))
-        shows = (
-            f"With {found.seeds}, {spoken(metric)} has to differ by {between} to be "
-            "beyond noise"
+    ours = verdict.recommended
+    if ours is verdict.reference:
+        lines = [f"Means of {ours.name}: {_means(ours, verdict)}"]
+    else:
+        _, gains = _gains(verdict)
+        lines = [f"Also {gain}" for gain in gains]
+    lines += [*_noise(verdict), *_costs(verdict), *_others(verdict)]
+    return [f"{line}." for line in lines]
+
+
+def _noise(verdict: Verdict) -> Iterator[str]:
+    """Yield how far the headline metric has to differ to be beyond noise."""
+    metric = verdict.judged[0]
+    models = [verdict.recommended]
+    # The reference has no interval of its own: the others show the noise.
+    if verdict.recommended is verdict.reference:
+        models = verdict.models
+    halves = [model.against[metric].smallest for model in models]
+    known = [half for half in halves if half > 0]
+    if known:
+        ends = span(known, number)
+        yield (
+            f"With {verdict.seeds}, {spoken(metric)} has to differ by {ends} to be "
+            "beyond noise; brackets are 95 % intervals"
         )
-        said.append(f"{shows}; brackets are 95 % intervals")
+
+
+def _costs(verdict: Verdict) -> Iterator[str]:
+    """Yield the worst client's metric and the messages, beside the reference's."""
+    ours = verdict.recommended
+    reference = verdict.reference
+    metric = spoken(verdict.judged[0])
+    worst = number(ours.worst)
+    messages = _messages(ours)
+    if ours is not reference:
+        worst += f", {reference.name} {number(reference.worst)}"
+        messages += f"; {reference.name} {_messages(reference)}"
     if not math.isnan(ours.worst):
-        worst = number(ours.worst) + (
-            "" if alone else f", {theirs.name} {number(theirs.worst)}"
-        )
-        said.append(f"Worst client, on its own held-out rows: {spoken(metric)} {worst}")
+        yield f"Worst client, on its own held-out rows: {metric} {worst}"
     if not math.isnan(ours.traffic):
-        costs = [
-            f"{number(o.traffic / 1e6)} MB, {o.requests:.0f} requests"
-            for o in (ours, theirs)
-        ]
-        beside = "" if alone else f"; {theirs.name} {costs[1]}"
-        said.append(f"All messages of the run: {costs[0]}{beside}")
-    others = [own for own in found.standings if own not in (ours, theirs)]
-    for judged, words in JUDGED.items():
-        names = [
-            _other(o, found) for o in others if not o.bound and o.judgement == judged
-        ]
-        said += [f"{words.format(theirs.name)}: {'; '.join(names)}"] if names else []
-    for own in (own for own in others if own.bound):
-        said.append(f"For comparison {own.name} ({own.bound}): {_means(own, found)}")
-    return [f"{one}." for one in said]
+        yield f"All messages of the run: {messages}"
 
 
-def _gains(found: Verdict) -> tuple[str, list[str]]:
-    """Return ``accuracy 0.6, fedavg 0.5 (+0.1)`` of all clear gains in scores (or one),
-    and the rest.
+def _messages(standing: Standing) -> str:
+    return f"{_megabytes(standing)}, {standing.requests:.0f} requests"
+
+
+def _megabytes(standing: Standing) -> str:
+    megabytes = number(standing.traffic / 1e6)
+    return f"{megabytes} MB"
+
+
+def _others(verdict: Verdict) -> Iterator[str]:
+    """Yield the strategies beside those two, by judgement."""
+    reference = verdict.reference
+    named = (verdict.recommended, reference)
+    others = [standing for standing in verdict.standings if standing not in named]
+    models = [other for other in others if not other.bound]
+    for judgement, words in JUDGED.items():
+        judged = [model for model in models if model.judgement == judgement]
+        if judged:
+            names = "; ".join(_other(model, verdict) for model in judged)
+            yield f"{words.format(reference.name)}: {names}"
+    for other in others:
+        if other.bound:
+            means = _means(other, verdict)
+            yield f"For comparison {other.name} ({other.bound}): {means}"
+
+
+def _gains(verdict: Verdict) -> tuple[str, list[str]]:
+    """Return ``accuracy 0.6, fedavg 0.5 (+0.1)`` of clear gains, and the other texts.
+
+    Only gains in scores come first; without one, that of the headline metric does.
     """
-    pairs, name = found.recommended.against, found.reference.name
-    clear = [metric for metric in found.judged if pairs[metric].verdict == "better"]
-    count = max(1, sum(metric != "loss" for metric in clear))
-    said = [
-        f"{spoken(metric)} {number(pairs[metric].ours)}, {name} "
-        f"{number(pairs[metric].theirs)} ({format_difference(pairs[metric])})"
-        for metric in dict.fromkeys([*clear, *found.judged])
-    ]
-    return "; ".join(said[:count]), said[count:]
+    pairs = verdict.recommended.against
+    reference = verdict.reference.name
+    clear = [metric for metric in verdict.judged if pairs[metric].verdict == "better"]
+    gains = []
+    for metric in dict.fromkeys([*clear, *verdict.judged]):
+        pair = pairs[metric]
+        ours = number(pair.ours)
+        other = number(pair.other)
+        difference = format_difference(pair)
+        gains.append(f"{spoken(metric)} {ours}, {reference} {other} ({difference})")
+    scores = [metric for metric in clear if metric != "loss"]
+    count = max(1, len(scores))
+    return "; ".join(gains[:count]), gains[count:]
 
 
-def _other(own: Standing, found: Verdict) -> str:
-    """Return a strategy with its clear differences, or the one of the headline metric,
-    and its bytes.
+def _other(standing: Standing, verdict: Verdict) -> str:
+    """Return a strategy with its differences and its bytes.
+
+    They are the clear differences, or that of the headline metric.
     """
-    if own.judgement in ("same", "diverged"):
-        return own.name
-    clear = [m for m in found.judged if own.against[m].verdict in ("better", "worse")]
-    said = [
-        f"{spoken(m)} {format_difference(own.against[m])}"
-        for m in clear or found.judged[:1]
+    if standing.judgement in ("same", "diverged"):
+        return standing.name
+    pairs = standing.against
+    decided = ("better", "worse")
+    clear = [metric for metric in verdict.judged if pairs[metric].verdict in decided]
+    texts = [standing.name]
+    for metric in clear or verdict.judged[:1]:
+        texts.append(f"{spoken(metric)} {format_difference(pairs[metric])}")
+    if standing.traffic > 0:
+        texts.append(_megabytes(standing))
+    return ", ".join(texts)
+
+
+def _means(standing: Standing, verdict: Verdict) -> str:
+    means = [
+        f"{spoken(metric)} {number(standing.mean(metric))}" for metric in verdict.judged
     ]
-    said += [f"{number(own.traffic / 1e6)} MB"] * (own.traffic > 0)
-    return ", ".join([own.name, *said])
-
-
-def _means(own: Standing, found: Verdict) -> str:
-    return ", ".join(
-        f"{spoken(metric)} {number(own.mean(metric))}" for metric in found.judged
-    )
+    return ", ".join(means)

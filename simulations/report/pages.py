@@ -1,6 +1,4 @@
-"""Pages of run folders and of a strategy's rows, from templates; and results on a
-terminal.
-"""
+"""Pages of run folders and of a strategy's rows; results on a terminal."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from rich.console import Console
 from fedrot._io import write_text
 from fedrot.alignment.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
 from fedrot.simulations.report import findings, plots, tables
-from fedrot.simulations.run_folder import read_rows, read_run
-from fedrot.simulations.summary import LOWER_IS_BETTER, Row, verdicts_of
+from fedrot.simulations.run_folder import Row, read_rows, read_run
+from fedrot.simulations.summary import LOWER_IS_BETTER, verdicts_of
 from fedrot.strategies.reporting.verdict import ends
 
 #: Results of a round's diagnosis, in words.
@@ -24,102 +22,110 @@ _FOUND = {
     ALIGNED: "the clients are in different coordinates",
     WHOLE: "replies were in another basis, and were matched as whole models",
 }
+#: Fields of a row about a group of weights.
+_OF_GROUP = {"after", "found", "moved", "part", "layer", "client"}
 
 
 def present(path: Path, console: Console) -> Path:
-    """Print the results of a run folder, complete or not, and write its page; return
-    the page's path.
+    """Print the results of a run folder, complete or not, and write its page.
 
     Printed are a line per experiment, and for each the line to copy, sentences and a
-    table. Raises the errors of ``read_run``.
+    table. Returns the page's path. Raises the errors of ``read_run``.
     """
     run = read_run(path)
     verdicts = verdicts_of(run)
-    for found in verdicts:
-        console.print(
-            f"{found.experiment}: {findings.lead(found)}", style="bold", markup=False
-        )
-    for found in verdicts:
-        title = found.experiment if len(verdicts) > 1 else ""
-        said = [f"- {sentence}" for sentence in findings.sentences(found)]
-        text = "\n".join(
-            filter(None, [title, f"  {found.code}" if found.code else "", *said])
-        )
+    for verdict in verdicts:
+        lead = f"{verdict.experiment}: {findings.lead(verdict)}"
+        console.print(lead, style="bold", markup=False)
+    says = {}
+    for verdict in verdicts:
+        lines = [verdict.experiment] if len(verdicts) > 1 else []
+        if verdict.code:
+            lines.append(f"  {verdict.code}")
+        lines += [f"- {sentence}" for sentence in findings.sentences(verdict)]
+        text = "\n".join(lines)
         console.print(f"\n{text}", markup=False, highlight=False)
-        console.print(tables.results_table(found, found.judged))
-    strategies = [own for found in verdicts for own in found.standings]
+        console.print(tables.results_table(verdict, verdict.judged))
+        for standing in verdict.standings:
+            sentence = standing.about.get("says")
+            if sentence:
+                says[standing.name] = sentence
     page = write_page(
         path / "report.html",
         "run.html.j2",
         name=path.resolve().name,
         run=run,
         verdicts=verdicts,
-        says={
-            own.name: own.about["says"] for own in strategies if own.about.get("says")
-        },
+        says=says,
     )
     console.print(f"Report: {page}", highlight=False)
     return page
 
 
 def write_strategy_report(file: Path) -> Path:
-    """Write the page of rows of ``Reporting(rows=...)`` beside their file; return the
-    page's path.
+    """Write the page of rows of ``Reporting(rows=...)`` beside their file.
+
+    Returns the page's path.
 
     Raises:
         ValueError: the file was not written by a strategy.
         OSError: the file cannot be read, or the page cannot be written.
     """
-    rows, moved = (
-        read_rows(file),
-        {"after", "found", "moved", "part", "layer", "client"},
-    )
-    right = (
-        "round" in row
-        and ("metrics" in row) == ("stage" in row)
-        and ("before" not in row or moved <= row.keys())
-        for row in rows
-    )
-    if not rows or not all(right):
+    rows = read_rows(file)
+    if not rows or not all(map(_is_of_strategy, rows)):
         raise ValueError(
             f"'{file}' is no file of Reporting(rows=...): JSON lines, each with "
             "'round'."
         )
     aligned: dict[int, list[Row]] = {}
+    verdicts: dict[int, str] = {}
     for row in rows:
         if "before" in row:
             aligned.setdefault(row["round"], []).append(row)
-    told = {row["round"]: str(row["said"]) for row in rows if "said" in row}
+        if "said" in row:
+            verdicts[row["round"]] = str(row["said"])
+    moved = [any(row["moved"] for row in groups) for groups in aligned.values()]
+    sentences = []
+    for round_ in ends(aligned):
+        diagnosis = diagnosis_of(aligned[round_])
+        sentences.append(f"Round {round_}: {_FOUND[diagnosis.choice]}.")
+    for round_ in ends(verdicts):
+        sentences.append(f"Round {round_}: {verdicts[round_]}.")
     return write_page(
         file.with_suffix(".html"),
         "strategy.html.j2",
         name=file.stem,
         rows=rows,
         aligned=aligned,
-        moved=sum(any(row["moved"] for row in own) for own in aligned.values()),
-        said=[
-            f"Round {n}: {_FOUND[diagnosis_of(aligned[n]).choice]}."
-            for n in ends(aligned)
-        ]
-        + [f"Round {n}: {told[n]}." for n in ends(told)],
-        series={name: sorted(own.items()) for name, own in _series(rows).items()},
+        moved=sum(moved),
+        sentences=sentences,
+        series=_series(rows),
     )
 
 
-def _series(rows: Iterable[Row]) -> dict[str, dict[int, float]]:
-    """Return the metrics by name and round; a list becomes one metric per entry, null
-    NaN.
+def _is_of_strategy(row: Row) -> bool:
+    """Return whether a row has the fields that the page reads."""
+    measured = ("metrics" in row) == ("stage" in row)
+    moved = "before" not in row or row.keys() >= _OF_GROUP
+    return "round" in row and measured and moved
+
+
+def _series(rows: Iterable[Row]) -> dict[str, list[tuple[int, float]]]:
+    """Return rounds and values of the metrics by name.
+
+    A list becomes one metric per entry, and null NaN.
     """
     series: dict[str, dict[int, float]] = {}
     for row in rows:
-        for name, value in row.get("metrics", {}).items():
-            several = isinstance(value, list)
-            for place, one in enumerate(value if several else [value]):
-                full = f"{row['stage']}/{name}" + (f"/{place}" if several else "")
-                series.setdefault(full, {})[row["round"]] = (
-                    math.nan if one is None else float(one)
-                )
-    return series
+        for metric, value in row.get("metrics", {}).items():
+            name = f"{row['stage']}/{metric}"
+            values = {name: value}
+            if isinstance(value, list):
+                values = {f"{name}/{place}": entry for place, entry in enumerate(value)}
+            for full, number in values.items():
+                by_round = series.setdefault(full, {})
+                by_round[row["round"]] = math.nan if number is None else float(number)
+    return {name: sorted(by_round.items()) for name, by_round in series.items()}
 
 
 def write_page(path: Path, template: str, **values: Any) -> Path:

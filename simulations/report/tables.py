@@ -7,8 +7,9 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from fedrot.distances import shares_by
-from fedrot.simulations.summary import Paired, Row, Verdict
+from fedrot.distances import Shares, shares_by
+from fedrot.simulations.run_folder import Row
+from fedrot.simulations.summary import Paired, Verdict, span
 from fedrot.symmetry import NO_LAYER
 
 if TYPE_CHECKING:
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
 WIDEST = 26
 #: What stands where there is no number.
 NONE = "-"
-#: Shares found by alignment that are shown as 0, and those from which on the colour is
-#: full.
-NOTHING, FULL = 0.005, 0.5
+#: Smaller shares found by alignment are shown as 0.
+NOTHING = 0.005
+#: Larger shares have the full colour.
+FULL = 0.5
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class Table:
     texts: Container[str] = ()
 
     def __rich_console__(
-        self, console: Console, options: ConsoleOptions
+        self,
+        console: Console,
+        options: ConsoleOptions,
     ) -> RenderResult:
         from rich.box import SIMPLE_HEAD
         from rich.table import Table as RichTable
@@ -45,12 +49,13 @@ class Table:
 
         # As Text, brackets in names and intervals are not markup.
         table = RichTable(
-            box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False
+            box=SIMPLE_HEAD,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+            show_edge=False,
         )
-        table.title, table.title_justify = (
-            Text(self.title) if self.title else None,
-            "left",
-        )
+        table.title = Text(self.title) if self.title else None
+        table.title_justify = "left"
         for name, *cells in zip(self.header, *self.lines, strict=True):
             widest = max(map(len, [*name.split(), *cells]))
             if name in self.texts:
@@ -62,57 +67,70 @@ class Table:
         yield table
 
 
-def results_table(found: Verdict, metrics: Sequence[str]) -> Table:
-    """Return a line per strategy: metrics, difference from the reference, worst client,
-    bytes.
+def results_table(verdict: Verdict, metrics: Sequence[str]) -> Table:
+    """Return a line per strategy.
+
+    It has metrics, the difference from the reference, the worst client and bytes.
     """
-    headline, lines = found.judged[0], []
-    for own in found.standings:
-        known = own is not found.reference
-        against = format_difference(own.against[headline]) if known else NONE
-        means = (number(own.mean(metric)) for metric in metrics)
-        lines.append(
-            (own.name, *means, against, number(own.worst), number(own.traffic / 1e6))
-        )
-    against = f"{spoken(headline)} against {found.reference.name}"
+    headline = verdict.judged[0]
+    lines = []
+    for standing in verdict.standings:
+        means = [number(standing.mean(metric)) for metric in metrics]
+        difference = NONE
+        if standing is not verdict.reference:
+            difference = format_difference(standing.against[headline])
+        worst = number(standing.worst)
+        megabytes = number(standing.traffic / 1e6)
+        lines.append((standing.name, *means, difference, worst, megabytes))
+    against = f"{spoken(headline)} against {verdict.reference.name}"
     header = ("strategy", *map(spoken, metrics), against, "worst client", "MB")
-    return _table(header, lines, header[:1])
+    return _table(header, lines, ("strategy",))
 
 
 def lost_table(rows: Iterable[Row]) -> Table | None:
-    """Return lost replies by strategy (if the rows have one), client and reason, most
-    frequent first.
+    """Return lost replies by strategy, client and reason, most frequent first.
+
+    The strategy is left out if the rows have none.
     """
-    found: dict[tuple[str, ...], list[int]] = {}
+    rounds_of: dict[tuple[str, str, str, str], list[int]] = {}
     for row in rows:
+        strategy = str(row.get("strategy", NONE))
         for what in {"dropped", "failed"} & row.keys():
-            key = (row.get("strategy", NONE), row["client"], what, row[what])
-            found.setdefault(tuple(map(str, key)), []).append(row["round"])
-    lines = [
-        (
-            *key[:-1],
-            str(len(rounds)),
-            " to ".join(map(str, sorted({min(rounds), max(rounds)}))),
-            key[-1],
-        )
-        for key, rounds in sorted(found.items(), key=lambda item: -len(item[1]))
-    ]
+            client = str(row["client"])
+            reason = str(row[what])
+            reply = (strategy, client, what, reason)
+            rounds_of.setdefault(reply, []).append(row["round"])
+    if not rounds_of:
+        return None
+    lines = []
+    for reply in sorted(rounds_of, key=lambda reply: -len(rounds_of[reply])):
+        strategy, client, what, reason = reply
+        rounds = rounds_of[reply]
+        times = str(len(rounds))
+        lines.append((strategy, client, what, times, span(rounds), reason))
     header = ("strategy", "client", "what", "times", "rounds", "reason")
-    return _table(header, lines, {*header} - {"times", "rounds"}) if lines else None
+    return _table(header, lines, ("strategy", "client", "what", "reason"))
 
 
 def _table(
-    header: Sequence[str], lines: Iterable[Sequence[str]], texts: Container[str]
+    header: Sequence[str],
+    lines: Iterable[Sequence[str]],
+    texts: Container[str],
 ) -> Table:
     """Return a table without the columns that are unknown in all lines."""
-    columns = [own for own in zip(header, *lines, strict=True) if {*own[1:]} != {NONE}]
+    columns = [
+        (name, *cells)
+        for name, *cells in zip(header, *lines, strict=True)
+        if {*cells} != {NONE}
+    ]
     header, *lines = zip(*columns, strict=True)
     return Table("", header, lines, texts)
 
 
 class TableCell(NamedTuple):
-    """A cell of a grid: its text, the strength of its colour from 0 to 1, and its CSS
-    class.
+    """A cell of a grid: its text, the strength of its colour, and its CSS class.
+
+    The strength is between 0 and 1.
     """
 
     text: str
@@ -125,16 +143,19 @@ Grid: TypeAlias = tuple[Sequence[object], Mapping[str, Sequence[TableCell | None
 
 
 def clients_grid(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Grid:
-    """Return the rows of each class (line) and client (column); ``counts`` is
-    [clients][classes].
+    """Return the rows of each class (line) and client (column).
+
+    ``counts`` is [clients][classes]. A last class may have no name.
     """
-    most, lines = max(1, *map(max, counts)), [*names]
-    lines += ["no class" if names else "rows"] * (len(counts[0]) - len(names))
-    cells = (
-        [TableCell(str(n), n / most) for n in own] for own in zip(*counts, strict=True)
-    )
-    columns = [f"{client} ({sum(own)})" for client, own in enumerate(counts)]
-    return columns, dict(zip(lines, cells, strict=True))
+    most = max(1, *map(max, counts))
+    lines = [*names]
+    if len(lines) < len(counts[0]):
+        lines.append("no class" if names else "rows")
+    grid = {}
+    for line, by_client in zip(lines, zip(*counts, strict=True), strict=True):
+        grid[line] = [TableCell(str(count), count / most) for count in by_client]
+    columns = [f"{client} ({sum(rows)})" for client, rows in enumerate(counts)]
+    return columns, grid
 
 
 def heat_map(rows: Iterable[Row]) -> Grid:
@@ -146,62 +167,76 @@ def heat_map(rows: Iterable[Row]) -> Grid:
     are of one strategy, with ``round``, ``part``, ``layer``, ``before``, ``after``,
     ``moved``, ``found`` and perhaps ``chance``.
     """
-    found, cells = (
-        shares_by(rows, lambda r: (str(r["part"]), int(r["layer"]), int(r["round"]))),
-        {},
+    lines: dict[tuple[str, int], dict[int, TableCell]] = {}
+    for (part, layer, round_), shares in shares_by(rows, _place).items():
+        lines.setdefault((part, layer), {})[round_] = _share_cell(shares)
+    # Parts stand in the order of the rows, and their layers in ascending order.
+    parts = [*dict.fromkeys(part for part, _ in lines)]
+    rounds = sorted(set[int]().union(*lines.values()))
+
+    def order(line: tuple[str, int]) -> tuple[int, int]:
+        part, layer = line
+        return parts.index(part), layer
+
+    grid = {}
+    for part, layer in sorted(lines, key=order):
+        name = part if layer == NO_LAYER else f"{part}, layer {layer}"
+        cells = lines[part, layer]
+        grid[name] = [cells.get(round_) for round_ in rounds]
+    return rounds, grid
+
+
+def _place(row: Row) -> tuple[str, int, int]:
+    """Return the part, layer and round of a row of alignment."""
+    return str(row["part"]), int(row["layer"]), int(row["round"])
+
+
+def _share_cell(shares: Shares) -> TableCell:
+    share = shares.share if abs(shares.share) >= NOTHING else 0.0
+    by_chance = shares.chance is not None and shares.ratio <= 1
+    kind = "found"
+    if not share or by_chance:
+        kind = "chance"
+    elif share < 0:
+        kind = "grew"
+    return TableCell(
+        text=f"{100 * share:.0f}",
+        strength=min(abs(share) / FULL, 1.0),
+        kind=kind,
     )
-    for place, own in found.items():
-        share = own.share if abs(own.share) >= NOTHING else 0.0
-        chance = not share or (own.chance is not None and own.ratio <= 1)
-        kind = "chance" if chance else "grew" if share < 0 else "found"
-        cells[place] = TableCell(
-            f"{100 * share:.0f}", min(abs(share) / FULL, 1.0), kind
-        )
-    parts, rounds = (
-        [*dict.fromkeys(part for part, _, _ in found)],
-        sorted({n for _, _, n in found}),
-    )
-    lines = sorted(
-        {place[:2] for place in found}, key=lambda line: (parts.index(line[0]), line[1])
-    )
-    return rounds, {
-        part if layer == NO_LAYER else f"{part}, layer {layer}": [
-            cells.get((part, layer, number)) for number in rounds
-        ]
-        for part, layer in lines
-    }
 
 
 def format_difference(difference: Paired) -> str:
     """Return ``+0.095 [+0.061, +0.129]``, or the verdict if there is no number."""
-    known = difference.verdict != "same" and not math.isnan(difference.mean)
-    return format_interval(difference, "+") if known else difference.verdict
+    if difference.verdict == "same" or math.isnan(difference.mean):
+        return difference.verdict
+    return format_interval(difference, "+")
 
 
 def format_interval(value: Paired, sign: Literal["", "+"] = "") -> str:
     """Return ``0.412 [0.301, 0.523]``, without an unknown interval."""
-    ends = (
-        number(value.mean + half, sign) for half in (-value.smallest, value.smallest)
-    )
-    interval = "" if math.isnan(value.smallest) else f" [{', '.join(ends)}]"
-    return number(value.mean, sign) + interval
+    mean = number(value.mean, sign)
+    if math.isnan(value.smallest):
+        return mean
+    low = number(value.mean - value.smallest, sign)
+    high = number(value.mean + value.smallest, sign)
+    return f"{mean} [{low}, {high}]"
 
 
 def number(value: float, sign: Literal["", "+"] = "") -> str:
-    """Return a number with three decimals, or digits if it is small or large; a dash
-    for NaN.
+    """Return a number with three decimals, or digits if it is small or large.
+
+    NaN is a dash.
     """
     if math.isnan(value):
         return NONE
     value = round(value, 6) + 0.0  # never -0.000
     size = abs(value)
-    style = (
-        ".3f"
-        if size == 0 or 0.001 <= size < 100
-        else ".0f"
-        if 100 <= size < 1e6
-        else ".3g"
-    )
+    style = ".3g"
+    if size == 0 or 0.001 <= size < 100:
+        style = ".3f"
+    elif 100 <= size < 1e6:
+        style = ".0f"
     return f"{value:{sign}{style}}"
 
 

@@ -19,9 +19,7 @@ from fedrot.tensors import Tensors
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A transformers model in evaluation mode, and the name by which the user gave
-    it.
-    """
+    """A transformers model in evaluation mode, and the user's name for it."""
 
     name: str
     model: Any
@@ -42,25 +40,26 @@ class SavedModel:
         from transformers import AutoTokenizer
         from transformers.utils.hub import cached_file
 
-        source, optional = (
-            source_of(self.name),
-            {"_raise_exceptions_for_missing_entries": False},
-        )
+        source = source_of(self.name)
+        optional = {"_raise_exceptions_for_missing_entries": False}
         with loading(self.name):
-            files = "tokenizer.json", "tokenizer_config.json", "vocab.txt"
-            found = any(cached_file(source, file, **optional) for file in files)
-            return AutoTokenizer.from_pretrained(source) if found else None
+            for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+                if cached_file(source, file, **optional):
+                    return AutoTokenizer.from_pretrained(source)
+        return None
 
     def build(self) -> Any:
         """Return a float32 model of the class with random weights, in evaluation
         mode.
         """
-        return type(self.model)(copy.deepcopy(self.model.config)).float().eval()
+        config = copy.deepcopy(self.model.config)
+        return type(self.model)(config).float().eval()
 
 
 def load(name: str, whole: bool = False) -> SavedModel:
-    """Load a model in its own dtype as the class that its configuration names, else
-    ``AutoModel``.
+    """Load a model in its own dtype, as the class that its configuration names.
+
+    Without a name of a class it is an ``AutoModel``.
 
     Args:
         name: a folder that ``save_pretrained`` wrote, a name on the hub, or a packaged
@@ -84,52 +83,56 @@ def load(name: str, whole: bool = False) -> SavedModel:
         check_family(config.to_dict())
     quantised = bool(getattr(config, "quantization_config", None))
     if quantised or model_class is None:
-        what = (
-            "quantised"
-            if quantised
-            else f"a {class_name}, which transformers does not have"
-        )
+        what = f"a {class_name}, which transformers does not have"
+        if quantised:
+            what = "quantised"
         raise FedrotError(
             f"'{name}' is {what}: its weights cannot be moved. dequantize() it with "
             "transformers and save it; for a class of your own use "
             "fedrot.check_function and fedrot.align in Python."
         )
     with loading(name):
-        how = {"config": config, "dtype": "auto", "ignore_mismatched_sizes": True}
-        model, found = model_class.from_pretrained(
-            source, **how, output_loading_info=True
+        model, info = model_class.from_pretrained(
+            source,
+            config=config,
+            dtype="auto",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    wrong = {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}
-    wrong |= {*found["unexpected_keys"]} if whole else set()
+    unexpected = info["unexpected_keys"]
+    wrong = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    if whole:
+        wrong.update(unexpected)
     if wrong:
         raise FedrotError(
             f"'{name}' is no whole {class_name}: {len(wrong)} tensors are missing, "
             "left over or of another shape, see "
-            f"{min(found['unexpected_keys'] or wrong)}. Load the model with "
+            f"{min(unexpected or wrong)}. Load the model with "
             "transformers, without wrappers, and save it with save_pretrained."
         )
     return SavedModel(name, model)
 
 
 def _labels(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the labels of a stored configuration if ``label2id`` alone names them;
-    else nothing.
-    """
-    names, given = stored.get("id2label") or {}, stored.get("label2id") or {}
-    found = {int(number): name for name, number in given.items()}
+    """Return the labels of a stored configuration if ``label2id`` alone names them."""
+    names = stored.get("id2label") or {}
+    numbers = stored.get("label2id") or {}
+    labels = {int(number): name for name, number in numbers.items()}
     unnamed = all(str(name) == f"LABEL_{number}" for number, name in names.items())
-    if not found or not unnamed or {*found} != {*range(len(names) or len(found))}:
+    count = len(names) or len(labels)
+    if not labels or not unnamed or {*labels} != {*range(count)}:
         return {}
     return {
-        "id2label": found,
-        "label2id": {name: number for number, name in found.items()},
+        "id2label": labels,
+        "label2id": {name: number for number, name in labels.items()},
     }
 
 
 @contextmanager
 def writing(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``out``, a new or empty folder, if the
-    block succeeds.
+    """Yield a temporary folder that becomes ``out`` if the block succeeds.
+
+    ``out`` is a new or empty folder.
     """
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)

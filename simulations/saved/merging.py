@@ -1,12 +1,11 @@
-"""Averages of saved models, which are compared, diagnosed and aligned, and of saved
-LoRA adapters.
-"""
+"""Averages of saved models, which are compared and aligned, and of LoRA adapters."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +52,12 @@ def merge_models(
     data: Mapping[str, Any],
     fit_head: bool,
 ) -> list[str]:
-    """Diagnose saved models, align them to the first, and write their mean; return
-    sentences about it.
+    """Diagnose saved models, align them to the first, and write their mean.
 
-    All models are held in memory. The mean is computed in float32 or float64 and has
-    the dtypes, configuration and tokenizer of the first model. With data, the first
-    sentence says whether it is better than the best of the models.
+    Returns sentences about it. All models are held in memory. The mean is computed in
+    float32 or float64 and has the dtypes, configuration and tokenizer of the first
+    model. With data, the first sentence says whether it is better than the best of the
+    models.
 
     Args:
         names: of two or more models that differ only in the values of tensors, see
@@ -72,7 +71,8 @@ def merge_models(
         fit_head: whether the task head of the mean is fitted to the data's training
             rows.
     """
-    first, *others = models = [load(name, whole=True) for name in names]
+    models = [load(name, whole=True) for name in names]
+    first = models[0]
     for saved in models:
         _refuse_unlike(first, saved, allowed)
         with about(saved.name):
@@ -82,34 +82,34 @@ def merge_models(
 
         judged = judge.prepared(first, data)
     symmetry = symmetry_of(first.model.config, first.tensors)
-    found = diagnose(first.tensors, [other.tensors for other in others], symmetry)
-    options = options_of(parts or found.choice)
+    others = [other.tensors for other in models[1:]]
+    diagnosis = diagnose(first.tensors, others, symmetry)
+    options = options_of(parts or diagnosis.choice)
     if set(options.parts) == set(WHOLE_MODEL):
         options = options.movable(symmetry)
     options = options.for_model(symmetry)
     merged, reports = _average(models, weights, symmetry, options)
-    said = [
-        f"Diagnosis: {found}",
+    sentences = [
+        f"Diagnosis: {diagnosis}",
         f"Aligned parts: {', '.join(options.parts) or 'none'}.",
         *reports,
     ]
     if data:
         merged, verdict = judge.verdict(judged, models, merged, fit_head)
-        said = [*verdict, *said]
+        sentences = [*verdict, *sentences]
     else:
-        said.append(
+        sentences.append(
             "--data tells whether it is better than the best model; see also "
             "--fit-head."
         )
     if out is not None:
-        first.model.load_state_dict(
-            merged, strict=False
-        )  # without the names of tied tensors
+        # The mean has no names of tied tensors.
+        first.model.load_state_dict(merged, strict=False)
         with writing(out) as folder:
             first.model.save_pretrained(folder)
             if first.tokenizer is not None:
                 first.tokenizer.save_pretrained(folder)
-    return said
+    return sentences
 
 
 def _average(
@@ -118,23 +118,23 @@ def _average(
     symmetry: Symmetry,
     options: AlignmentOptions,
 ) -> tuple[Tensors, list[str]]:
-    """Return the weighted mean of models that are aligned to the first, and a report of
-    each.
+    """Return the weighted mean of models that are aligned to the first.
+
+    Reports of the alignments are returned, too.
     """
-    first, ours, reports = models[0], models[0].tensors, []
-    config = first.model.config.to_dict()
-    # Small batches: a language model's outputs have the width of its vocabulary.
-    evidence = (
-        None
-        if options.rotates
-        else probing(first.build, config, symmetry, batch_size=64)
-    )
-    symmetry = symmetry.rotated if options.rotates else symmetry
-    find, anchor, mean = (
-        finder(ours, symmetry, options, evidence=evidence),
-        Anchor(ours),
-        Mean(),
-    )
+    first = models[0]
+    ours = first.tensors
+    evidence = None
+    if options.rotates:
+        symmetry = symmetry.rotated
+    else:
+        config = first.model.config.to_dict()
+        # Small batches: a language model's outputs have the width of its vocabulary.
+        evidence = probing(first.build, config, symmetry, batch_size=64)
+    find = finder(ours, symmetry, options, evidence=evidence)
+    anchor = Anchor(ours)
+    mean = Mean()
+    reports = []
     for saved, weight in zip(models, weights, strict=True):
         moved = widened(saved.tensors)
         twins = {name for tied in tied_tensors(saved.tensors) for name in tied[1:]}
@@ -148,9 +148,10 @@ def _average(
             elif options.canonical:
                 moved = canonical(moved, symmetry)
             # It refuses tables that are tied in one model only.
-            mean.add(
-                {n: tensor for n, tensor in moved.items() if n not in twins}, weight
-            )
+            single = {
+                name: tensor for name, tensor in moved.items() if name not in twins
+            }
+            mean.add(single, weight)
     merged = {
         name: tensor.to(ours[name].dtype) for name, tensor in mean.result().items()
     }
@@ -160,60 +161,75 @@ def _average(
 
 
 def options_of(parts: str) -> AlignmentOptions:
-    """Return options for parts joined by ``+``, ``whole`` or ``none``; raises
-    ``FedrotError``.
+    """Return options for parts joined by ``+``, ``whole`` or ``none``.
+
+    Raises ``FedrotError``.
     """
     return AlignmentOptions(_NAMED.get(parts, parts.split("+")))
 
 
 def _refuse_unlike(
-    one: SavedModel, other: SavedModel, allowed: Collection[str]
+    first: SavedModel,
+    other: SavedModel,
+    allowed: Collection[str],
 ) -> None:
-    """Raise ``FedrotError`` if configurations or tokenizers differ in a field that is
-    not allowed.
+    """Raise ``FedrotError`` if two models differ in a field that is not allowed.
+
+    Their configurations and tokenizers are compared.
     """
-    labels, others = one.labels, other.labels
-    if (
-        labels != others
-        and sorted(labels) == sorted(others)
-        and "id2label" not in allowed
-    ):
-        place = next(n for n, name in enumerate(labels) if name != others[n])
-        raise FedrotError(
-            f"The task heads have the same classes in another order: output {place} is "
-            f"{labels[place]!r} in '{one.name}' and {others[place]!r} in "
-            f"'{other.name}'. Reorder one head and its id2label; if only names are in "
-            "another order, give --allow id2label."
-        )
-    configs = [saved.model.config.to_dict() for saved in (one, other)]
-    tokenizers: list[Any] = [saved.tokenizer for saved in (one, other)]
-    for config, own in zip(configs, tokenizers, strict=True) if all(tokenizers) else ():
-        config["tokenizer"] = {
-            number: token for token, number in own.get_vocab().items()
-        }
-    refuse_different((one.name, configs[0]), (other.name, configs[1]), allowed)
+    if "id2label" not in allowed and sorted(first.labels) == sorted(other.labels):
+        pairs = zip(first.labels, other.labels, strict=True)
+        for place, (here, there) in enumerate(pairs):
+            if here != there:
+                raise FedrotError(
+                    "The task heads have the same classes in another order: output "
+                    f"{place} is {here!r} in '{first.name}' and {there!r} in "
+                    f"'{other.name}'. Reorder one head and its id2label; if only names "
+                    "are in another order, give --allow id2label."
+                )
+    configs = []
+    tokenized = all([first.tokenizer, other.tokenizer])
+    for saved in (first, other):
+        config = saved.model.config.to_dict()
+        tokenizer: Any = saved.tokenizer
+        if tokenized:
+            tokens = tokenizer.get_vocab()
+            config["tokenizer"] = {number: token for token, number in tokens.items()}
+        configs.append((saved.name, config))
+    refuse_different(configs[0], configs[1], allowed)
 
 
 def refuse_different(
-    one: tuple[str, Any], other: tuple[str, Any], allowed: Collection[str]
+    first: tuple[str, Any],
+    other: tuple[str, Any],
+    allowed: Collection[str],
 ) -> None:
-    """Raise ``FedrotError`` if two named configurations differ in a field that is not
-    harmless.
+    """Raise ``FedrotError`` if two named configurations differ in a field.
+
+    Harmless fields and those that are allowed may differ.
     """
-    ours, theirs = (dict(_fields(settings)) for _, settings in (one, other))
-    for field in dict.fromkeys((*ours, *theirs)):
-        here, there = ours.get(field), theirs.get(field)
-        if here != there and not {field, field.partition(".")[0]} & {*allowed}:
+    first_name, settings = first
+    other_name, other_settings = other
+    fields = dict(_fields(settings))
+    others = dict(_fields(other_settings))
+    for field in dict.fromkeys((*fields, *others)):
+        section, *_ = field.split(".")
+        if field in allowed or section in allowed:
+            continue
+        here = fields.get(field)
+        there = others.get(field)
+        if here != there:
             raise FedrotError(
-                f"Different configurations: {field} is {here!r} in '{one[0]}' and "
-                f"{there!r} in '{other[0]}', and may change what the same weights "
+                f"Different configurations: {field} is {here!r} in '{first_name}' and "
+                f"{there!r} in '{other_name}', and may change what the same weights "
                 f"compute. If it does not, repeat the command with --allow {field}."
             )
 
 
 def _fields(settings: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield by path the fields, also of nested configurations, that are not harmless
-    and not empty.
+    """Yield by path the fields that are not harmless and not empty.
+
+    Those of nested configurations are among them.
     """
     for key, value in settings.items():
         if _HARMLESS.fullmatch(str(key)):
@@ -231,8 +247,7 @@ def merge_adapters(
     allowed: list[str],
     rank: int | None,
 ) -> list[str]:
-    """Average the products of saved LoRA adapters of one base model, and write an
-    adapter.
+    """Average the products of saved LoRA adapters of one base, and write an adapter.
 
     Ranks and alphas may differ. The configuration is that of the first adapter with
     another rank. Returns a sentence about the average.
@@ -244,63 +259,79 @@ def merge_adapters(
     """
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
-    configs, adapters, ranks = zip(*map(_load, names), strict=True)
-    first, rank = configs[0], rank or max(ranks)
-    settings = LoraSettings.of(first)
+    adapters = [_load(name) for name in names]
+    first = adapters[0].config
+    rank = rank or max(adapter.rank for adapter in adapters)
+    settings = adapters[0].settings
     average = AdapterOptions("exact").average(settings, rank=rank)
-    for name, weight, config, tensors in zip(
-        names, weights, configs, adapters, strict=True
-    ):
-        refuse_different(
-            (names[0], _compared(first)), (name, _compared(config)), allowed
-        )
+    reference = (names[0], _compared(first))
+    for name, weight, adapter in zip(names, weights, adapters, strict=True):
+        refuse_different(reference, (name, _compared(adapter.config)), allowed)
         with about(name):
-            average.add(AdapterUpdate(tensors, weight, LoraSettings.of(config)))
+            update = AdapterUpdate(adapter.tensors, weight, adapter.settings)
+            average.add(update)
     merged, report = average.result()
     if out is not None:
-        first.r, first.rank_pattern, first.lora_alpha = rank, {}, settings.alpha
+        first.r = rank
+        first.rank_pattern = {}
+        first.lora_alpha = settings.alpha
         with writing(out) as folder:
             first.save_pretrained(folder)
             contiguous = {name: tensor.contiguous() for name, tensor in merged.items()}
-            write_tensors(
-                folder / SAFETENSORS_WEIGHTS_NAME, contiguous, {"format": "pt"}
-            )
+            file = folder / SAFETENSORS_WEIGHTS_NAME
+            write_tensors(file, contiguous, {"format": "pt"})
     return [f"{report}."]
 
 
-def _load(name: str) -> tuple[Any, Tensors, int]:
-    """Return an adapter's configuration, tensors and largest rank; null fields have
-    PEFT's defaults.
+@dataclass(frozen=True)
+class _SavedAdapter:
+    """A LoRA adapter: PEFT's configuration, fedrot's settings of it, and its tensors.
+
+    ``rank`` is its largest.
     """
+
+    config: Any
+    settings: LoraSettings
+    tensors: Tensors
+    rank: int
+
+
+def _load(name: str) -> _SavedAdapter:
+    """Load an adapter; null fields of its configuration have PEFT's defaults."""
     import peft
     from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
+    folder = Path(name)
     for files in ((CONFIG_NAME,), (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
-        if not any((Path(name) / file).is_file() for file in files):
+        if not any((folder / file).is_file() for file in files):
             raise FedrotError(
                 f"'{name}' has no {files[0]}. Give folders of LoRA adapters only."
             )
-    stored = {"peft_type": "LORA", **read_json(Path(name) / CONFIG_NAME)}
-    settings = {key: value for key, value in stored.items() if value is not None}
+    stored = {"peft_type": "LORA", **read_json(folder / CONFIG_NAME)}
+    fields = {key: value for key, value in stored.items() if value is not None}
     with loading(name), about(name):
-        config = peft.PeftConfig.from_peft_type(**settings)
-        changed = LoraSettings.of(config).changed_base
+        config = peft.PeftConfig.from_peft_type(**fields)
+        settings = LoraSettings.of(config)
         tensors = peft.load_peft_weights(name, device="cpu")
         rank = max(len(factors(tensors, pair)[0]) for pair in pairs_of(tensors))
-    if changed:
+    if settings.changed_base:
         raise FedrotError(
-            f"'{name}' was initialised by {changed}, which changes the base weights. "
-            "Save it with PEFT's "
+            f"'{name}' was initialised by {settings.changed_base}, which changes the "
+            "base weights. Save it with PEFT's "
             "save_pretrained(path_initial_model_for_weight_conversion=...)."
         )
-    return config, tensors, rank
+    return _SavedAdapter(config, settings, tensors, rank)
 
 
 def _compared(config: Any) -> dict[str, Any]:
-    """Return the fields of a configuration; a base, folder or name on the hub, is
-    written in one way.
+    """Return the fields of a configuration, with the base written in one way.
+
+    The base is a folder or a name on the hub.
     """
-    found = config.to_dict()
-    if base := found["base_model_name_or_path"]:
-        found["base_model_name_or_path"] = os.path.relpath(os.path.realpath(base))
-    return found if found["revision"] != "main" else {**found, "revision": None}
+    fields: dict[str, Any] = config.to_dict()
+    base = fields["base_model_name_or_path"]
+    if base:
+        fields["base_model_name_or_path"] = os.path.relpath(os.path.realpath(base))
+    if fields["revision"] == "main":
+        fields["revision"] = None
+    return fields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,6 +25,9 @@ from fedrot.simulations.tasks.registry import TASKS, read_encoded
 _BUCKET = 16
 #: Cost of evaluating a row, in rows of training.
 EVALUATED = 1 / 3
+#: Callbacks that receive the number of rows of each batch that was trained on or
+#: evaluated. An evaluated row counts as ``EVALUATED`` rows.
+ON_ROWS: list[Callable[[float], None]] = []
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,9 @@ def _clients(experiment_json: str, seed: int) -> list[np.ndarray]:
     )
 
 
-def on_rows(rows: float) -> None:
-    """Take note of trained or evaluated rows.
-
-    Whoever shows the progress replaces this function.
-    """
+def _report(rows: float) -> None:
+    for callback in ON_ROWS:
+        callback(rows)
 
 
 def batches(
@@ -173,7 +174,7 @@ def train(
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-        on_rows(len(places))
+        _report(len(places))
     if not losses:
         return math.nan
     return float(np.mean(losses[-an_epoch:]))
@@ -203,7 +204,7 @@ def evaluate(
         ___: object,
     ) -> None:
         first = next(iter(inputs.values()))
-        on_rows(EVALUATED * len(first))
+        _report(EVALUATED * len(first))
 
     model.eval()
     counted = model.register_forward_hook(count, with_kwargs=True)

@@ -40,7 +40,7 @@ toy = test_examples.toy
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+def federation(tmp_path_factory: Any) -> Iterator[Federation]:
     """Certificates, keys, and a SuperLink that knows the keys of four nodes."""
     folder = tmp_path_factory.mktemp("deployment")
     shutil.copytree(

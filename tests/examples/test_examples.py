@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -138,7 +139,7 @@ def save_tokenizer(folder: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
+def toy(tmp_path_factory: Any) -> str:
     """A model of random weights and forty reviews, as settings of the quickstart."""
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -165,7 +166,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def language(tmp_path_factory: pytest.TempPathFactory) -> str:
+def language(tmp_path_factory: Any) -> str:
     """A language model of random weights and some instructions, as settings of its
     example.
     """
@@ -318,7 +319,7 @@ def test_every_dependency_is_taken_from_beside_flower(app: Path) -> None:
 
 @pytest.mark.parametrize("app", [*APPS, BASELINE], ids=lambda app: app.name)
 def test_flwr_build_bundles_it_within_the_limits_of_flowers_hub(
-    app: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    app: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     from flwr.cli.app import app as flwr
 

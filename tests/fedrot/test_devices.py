@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -200,7 +201,7 @@ PRODUCTS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     "chosen", [("tf32", "none"), ("tf32", "bf16"), ("ieee", "ieee"), ("none", "tf32")]
 )
 def test_what_a_user_allowed_by_backend_is_forbidden_and_restored(
-    chosen: tuple[str, str],
+    chosen: Any,
 ) -> None:
     """With switches that torch's older ones do not know of, and refuse to be read
     beside.

@@ -84,8 +84,8 @@ _PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 def test_the_python_of_every_page_runs(
     page: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Any,
+    capsys: Any,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(strategy, "KINDS", dict(strategy.KINDS))
@@ -102,7 +102,7 @@ def _batches() -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("page", ["../README.md", "symptoms.md"])
 def test_every_block_of_the_front_pages_runs(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """With what the pages call the reader's own: an app, a grid, a model, and the
     commands' files.
@@ -192,7 +192,7 @@ def test_the_page_about_aggregations_lists_all_of_them() -> None:
         assert f"| `{kind.name}` | {kind.meaning} | {' | '.join(flags)} |" in text
 
 
-def test_the_page_about_aggregations_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_about_aggregations_runs(monkeypatch: Any) -> None:
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
     monkeypatch.setattr(
         "fedrot.collect.statistics.STATISTIC_KINDS", dict(STATISTIC_KINDS)
@@ -209,9 +209,9 @@ def test_the_page_about_aggregations_runs(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_app_of_the_page_about_statistics_runs(
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    caplog: Any,
+    monkeypatch: Any,
     tmp_path: Path,
 ) -> None:
     """As the three files that the page names."""

@@ -6,6 +6,7 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.py"
 STAGES = {"upload", "finite", "neurons", "heads", "apply", "fold", "download"}
 
 
-def test_its_path_on_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_its_path_on_a_gpu(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """Of a model small enough; what the pretended device cannot say is how long
     anything takes.
     """

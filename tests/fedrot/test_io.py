@@ -35,7 +35,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> None:
+def full(monkeypatch: Any) -> None:
     """A disk with room for ten bytes of every file, as ``open`` meets it."""
 
     class Full(io.FileIO):

@@ -79,7 +79,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_bad_options_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused(settings: Any, message: str) -> None:
     with pytest.raises(fedrot.FedrotError, match=message):
         fedrot.AlignmentOptions(**settings).layer_indices(LAYERS)
 

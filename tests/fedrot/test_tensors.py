@@ -249,7 +249,7 @@ CALLS = {
     [(error, *row) for error, rows in CALLS.items() for row in rows],
 )
 def test_a_wrong_argument_is_answered_by_what_to_write(
-    error: type[Exception], call: Call, says: str
+    error: Any, call: Call, says: str
 ) -> None:
     with pytest.raises(error) as raised:
         call(fresh_model(NAME), state_of(NAME))

@@ -90,7 +90,7 @@ tables = st.dictionaries(st.sampled_from(KEYS), anything, max_size=3)
     settings=st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4)
     | tables.map(lambda table: {"strategies": [{"name": "a", **table}]}),
 )
-def test_settings_are_an_experiment_or_refused(settings: dict[str, Any]) -> bool:
+def test_settings_are_an_experiment_or_refused(settings: Any) -> bool:
     try:
         found = Experiment.from_flat(settings)
     except ValueError:

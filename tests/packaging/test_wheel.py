@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.metadata import Metadata
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory: Any) -> Path:
     source = tmp_path_factory.mktemp("source")
     folder = tmp_path_factory.mktemp("dist")
     for name in ("fedrot", "strategies", "simulations"):
@@ -65,9 +66,7 @@ def needed(asked: Requirement, fedrot: Distribution) -> dict[str, Distribution]:
 
 
 @pytest.fixture(scope="module")
-def installed(
-    wheel: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
+def installed(wheel: Path, tmp_path_factory: Any) -> Callable[[str], Path]:
     """Return a site folder with the wheel and links to nothing but what it asks for
     with an extra.
     """
@@ -96,7 +95,7 @@ def installed(
 
 
 @pytest.fixture(scope="module")
-def bare(installed: Callable[[str], Path]) -> Path:
+def bare(installed: Any) -> Path:
     return installed("")
 
 
@@ -237,9 +236,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("extra", ALONE)
-def test_each_extra_is_enough_alone(
-    installed: Callable[[str], Path], extra: str
-) -> None:
+def test_each_extra_is_enough_alone(installed: Any, extra: str) -> None:
     result = python(installed(extra), ALONE[extra])
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -265,7 +262,7 @@ SCRIPT = (
     ],
 )
 def test_the_missing_package_is_named_by_commands_in_one_line(
-    bare: Path, code: str, named: str, lines: int | None
+    bare: Path, code: str, named: str, lines: Any
 ) -> None:
     result = python(bare, code)
     assert result.returncode != 0

@@ -229,9 +229,7 @@ def test_a_round_averages_half_of_the_clients_and_central_is_one_client(
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_every_arm_plays(
-    federation: Federation, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_arm_plays(federation: Federation, name: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(closed, "fourier", partial(closed.fourier, size=64))
     arm = ARMS[name]
     first = federation.evaluate(federation.start, ARMS[name].start)

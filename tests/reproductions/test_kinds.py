@@ -21,10 +21,11 @@ import reproductions.plugins  # noqa: F401
 from fedrot.lora import adapter_tensors
 from fedrot.simulations.data.tokenizers import bundled_tokenizer
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.federation.cells import RUNS, CellRun, cells_of, run_cell
+from fedrot.simulations.federation.cells import RUNS, CellRun, run_cell
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid, local_clients
 from fedrot.simulations.models import build_model
+from fedrot.simulations.run_folder import cells_of
 from fedrot.simulations.strategy import KINDS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
@@ -124,7 +125,7 @@ REFUSED = (
 
 @pytest.mark.parametrize(("strategy", "changes", "said"), REFUSED)
 def test_what_does_not_go_together_is_refused(
-    strategy: dict[str, Any], changes: dict[str, Any], said: str
+    strategy: Any, changes: Any, said: str
 ) -> None:
     given = {"strategies": [{"name": "x", **strategy}], **changes}
     given |= {"model": "some/model"} if "lora" in changes else {}
@@ -172,7 +173,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize(("problem", "probabilities", "expected"), ANSWERS)
 def test_an_ensemble_averages_logits_or_probabilities(
-    problem: str, probabilities: bool, expected: list[float]
+    problem: str, probabilities: bool, expected: Any
 ) -> None:
     rows = (0.0, math.log(3)), (math.log(9), 0.0)
     assert together(problem, *rows, probabilities=probabilities) == pytest.approx(
@@ -185,9 +186,7 @@ def test_an_ensemble_averages_logits_or_probabilities(
     assert found[0] > 10 + found[1]
 
 
-def test_the_ensemble_of_a_task_averages_its_models(
-    task: Task, shell: nn.Module
-) -> None:
+def test_the_ensemble_of_a_task_averages_its_models(task: Task, shell: Any) -> None:
     states = [
         dict(build_model(task.experiment, task.data, seed=s).state_dict())
         for s in (1, 2)
@@ -203,7 +202,7 @@ def test_the_ensemble_of_a_task_averages_its_models(
 
 @pytest.mark.parametrize("clients", [(), (1,)])
 def test_the_clients_models_of_a_round_answer_together(
-    tmp_path: Path, clients: tuple[int, ...]
+    tmp_path: Path, clients: Any
 ) -> None:
     together = {"name": "together", "kind": "ensemble", "clients": clients}
     ones = [
@@ -226,9 +225,7 @@ def test_the_clients_models_of_a_round_answer_together(
     )
 
 
-def test_joined_steps_are_those_of_one_client(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_joined_steps_are_those_of_one_client(tmp_path: Path, monkeypatch: Any) -> None:
     asked = []
 
     def train(
@@ -263,7 +260,7 @@ RIVALS = ("mean", "folded", "frozen", "stacked")
 
 
 @pytest.fixture(scope="module")
-def of_lora(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Experiment]:
+def of_lora(tmp_path_factory: Any) -> Callable[..., Experiment]:
     """Return experiments of a saved encoder with its tokenizer."""
     folder = tmp_path_factory.mktemp("pretrained")
     small = experiment_of("fedavg")
@@ -278,13 +275,11 @@ def of_lora(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Experimen
 
 
 @pytest.fixture(scope="module")
-def ran(
-    of_lora: Callable[..., Experiment], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, CellRun]:
+def ran(of_lora: Any, tmp_path_factory: Any) -> dict[str, CellRun]:
     return run(of_lora(*STRATEGIES), tmp_path_factory.mktemp("run"))
 
 
-def test_errors_of_the_averages_are_recorded(ran: dict[str, CellRun]) -> None:
+def test_errors_of_the_averages_are_recorded(ran: Any) -> None:
     for name in ("folded", "stacked"):
         assert errors(ran[name]) == [0, 0]
     assert max(errors(ran["frozen"])) < 1e-5
@@ -295,12 +290,12 @@ def test_errors_of_the_averages_are_recorded(ran: dict[str, CellRun]) -> None:
     assert errors(ran["previous"])[0] < errors(ran["fedavg"])[0]
 
 
-def test_factors_are_rotated_as_fedrot_does(ran: dict[str, CellRun]) -> None:
+def test_factors_are_rotated_as_fedrot_does(ran: Any) -> None:
     # Two clients, two modules; without a test against chance.
     assert value(ran["rotated"], "fedrot-groups-moved", "round", 1) == 4
 
 
-def test_residuals_travel_to_the_clients(ran: dict[str, CellRun]) -> None:
+def test_residuals_travel_to_the_clients(ran: Any) -> None:
     task = task_of(ran["fedavg"].task.experiment.to_json())
     tensors = adapter_tensors(build_model(task.experiment, task.data, 0))
     own = sum(len(array.data) for array in ArrayRecord(tensors).values())
@@ -318,9 +313,7 @@ def test_residuals_travel_to_the_clients(ran: dict[str, CellRun]) -> None:
         assert sent == received + fold
 
 
-def test_clients_of_several_ranks(
-    of_lora: Callable[..., Experiment], tmp_path: Path
-) -> None:
+def test_clients_of_several_ranks(of_lora: Any, tmp_path: Path) -> None:
     ranks = {**LORA, "r": [2, 4], "target_modules": ["query"]}
     found = run(of_lora("exact", rival("padded", method="pad"), lora=ranks), tmp_path)
     exact, padded = (

@@ -178,7 +178,7 @@ def test_rotations_by_one_factor_in_turns(server_round: int, kept: str) -> None:
         ({"method": "exact", "by": "alternate"}, "by is an option of method 'rotate'"),
     ],
 )
-def test_options_are_checked(options: dict[str, Any], said: str) -> None:
+def test_options_are_checked(options: Any, said: str) -> None:
     with pytest.raises(FedrotError, match=said):
         RivalOptions(**options)
     assert str(RivalOptions("mean", residual="fold")) == "mean, residual 'fold'"

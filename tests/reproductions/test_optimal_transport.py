@@ -113,7 +113,7 @@ def test_the_first_update_is_the_anchor_and_the_result_their_mean() -> None:
     )
 
 
-def test_bad_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_refused(monkeypatch: Any) -> None:
     symmetry = symmetry_for("bert-classifier")
     with pytest.raises(fedrot.FedrotError, match="'attention' cannot be mixed"):
         OptimalTransport(symmetry, parts=("attention",))

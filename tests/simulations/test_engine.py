@@ -78,7 +78,7 @@ TWO = Machine(2)
 
 
 @pytest.fixture(params=["processes", "ray"])
-def machine(request: pytest.FixtureRequest) -> Machine:
+def machine(request: Any) -> Machine:
     return (
         TWO
         if request.param == "processes"
@@ -117,7 +117,7 @@ def test_a_job_whose_process_dies_ends_alone_and_is_not_tried_again(
 
 
 def test_two_places_share_the_jobs_and_the_caller_hears_and_looks_while_they_run(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv(PLUGINS, "json")
     said, when, ticks = dict[str, list[Any]](), list[float](), list[None]()
@@ -162,7 +162,7 @@ def test_nothing_is_left_running_when_the_caller_stops() -> None:
 
 
 def test_ctrl_c_waits_until_a_process_has_started(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     """The signal of a terminal goes to any thread, and Python raises it in the main
     one.
@@ -202,7 +202,7 @@ def test_ctrl_c_is_no_failure_of_a_job() -> None:
 
 
 def test_without_a_number_of_workers_there_is_one_per_core(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     monkeypatch.setattr(engine.os, "cpu_count", lambda: 3)
     assert [Machine(workers).places(9) for workers in (None, 2, 20)] == [3, 2, 9]
@@ -210,9 +210,7 @@ def test_without_a_number_of_workers_there_is_one_per_core(
     assert Machine().places(9) == 1
 
 
-def test_plug_ins_are_imported_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_plug_ins_are_imported_once(monkeypatch: Any, tmp_path: Path) -> None:
     (tmp_path / "counting_plugin.py").write_text(
         "import fedrot\nfedrot.loads.append(1)\n"
     )
@@ -233,7 +231,7 @@ def test_a_cluster_that_is_not_there_is_named(address: str) -> None:
 
 
 def test_nothing_reports_home_unless_the_user_says_so(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     wanted = {
         "RAY_worker_niceness": "0",

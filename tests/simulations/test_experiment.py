@@ -67,9 +67,7 @@ def test_every_task_has_an_experiment_of_its_own(task: str) -> None:
         ({"model": "smollm2", "task": "clm", "lora": LORA}, ["fedavg", "exact"]),
     ],
 )
-def test_strategies_that_answer_the_question(
-    fields: dict[str, Any], strategies: list[str]
-) -> None:
+def test_strategies_that_answer_the_question(fields: Any, strategies: Any) -> None:
     assert names(of(**fields)) == strategies
 
 
@@ -94,7 +92,7 @@ def test_strategies_that_answer_the_question(
     ],
 )
 def test_what_is_not_said_is_completed(
-    fields: dict[str, Any], attribute: str, value: object
+    fields: Any, attribute: str, value: object
 ) -> None:
     assert getattr(of(**fields), attribute) == value
 
@@ -218,7 +216,7 @@ TABLE = {"name": "mine"}
         ({**OF_LORA, "lora": {**LORA, "r": [2, 4]}, "strategies": "fedavg"}, "no mean"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(fields: dict[str, Any], said: str) -> None:
+def test_settings_that_cannot_be_are_refused(fields: Any, said: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         of(**fields)
     assert said in str(caught.value)
@@ -283,7 +281,7 @@ def test_every_aggregation_has_a_strategy() -> None:
         ),
     ],
 )
-def test_the_line_to_copy(fields: dict[str, Any], strategy: Any, code: str) -> None:
+def test_the_line_to_copy(fields: Any, strategy: Any, code: str) -> None:
     experiment = of(**fields, strategies=[strategy])
     assert experiment.strategies[0].code(experiment) == code
 
@@ -354,7 +352,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path, text: str, said: str) -
 
 
 def test_an_unknown_name_lists_the_bundled_files_and_a_file_wins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FedrotError, match="demo"):

@@ -25,7 +25,6 @@ def safetensors(header: object, data: bytes = b"", length: int | None = None) ->
 
 #: A parser that recurses ends the process at so many brackets.
 DEEP = "[" * 300_000
-MILLION = 10**6
 HALF = json.dumps({"metadata": {}, "weight_map": {"classifier.bias": "\ud800.bin"}})
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 INDEX = f"{WEIGHTS}.index.json"

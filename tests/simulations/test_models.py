@@ -132,7 +132,7 @@ SAVED = {
     [*((name, torch.bfloat16) for name in SAVED), ("bert", torch.float64)],
 )
 def test_training_does_not_depend_on_the_precision_of_a_file(
-    name: str, dtype: torch.dtype, tmp_path: Path
+    name: str, dtype: Any, tmp_path: Path
 ) -> None:
     """What a trial accepts, runs: a step, an evaluation, and the way to the server and
     back.
@@ -180,7 +180,7 @@ def test_training_does_not_depend_on_the_precision_of_a_file(
 
 
 @pytest.fixture(scope="module")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pretrained(tmp_path_factory: Any) -> Path:
     return save(tmp_path_factory.mktemp("pretrained"), BERT, "AutoModelForMaskedLM")
 
 
@@ -211,9 +211,7 @@ def test_a_body_that_would_be_random_is_refused(
         built(tmp_path)
 
 
-def test_quantised_weights_are_refused(
-    pretrained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantised_weights_are_refused(pretrained: Path, monkeypatch: Any) -> None:
     real = transformers.AutoModelForSequenceClassification.from_pretrained
 
     def quantised(*name: str, **options: Any) -> Any:
@@ -231,9 +229,7 @@ def test_quantised_weights_are_refused(
         built(pretrained)
 
 
-def test_a_new_task_head_is_said(
-    pretrained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_task_head_is_said(pretrained: Path, monkeypatch: Any) -> None:
     said = list[str]()
     monkeypatch.setattr(logging.getLogger("flwr"), "info", said.append)
     for case in ("bert", "mlm bert"):
@@ -279,7 +275,7 @@ def test_an_adapter_is_as_it_was_asked_for_on_one_base(pretrained: Path) -> None
 
 
 def test_an_adapter_that_cannot_be_is_refused(
-    pretrained: Path, monkeypatch: pytest.MonkeyPatch
+    pretrained: Path, monkeypatch: Any
 ) -> None:
     refused = {
         "target_modules": "cannot adapt this BertFor",
@@ -294,7 +290,7 @@ def test_an_adapter_that_cannot_be_is_refused(
 
 
 def test_a_packaged_model_is_the_folder_in_its_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     files = {file.name for file in Path(source_of("minilm")).iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files

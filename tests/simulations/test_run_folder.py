@@ -15,9 +15,10 @@ import pytest
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.federation.cells import Cell, cells_of
 from fedrot.simulations.run_folder import (
+    Cell,
     RunFolder,
+    cells_of,
     only_writer,
     read_rows,
     read_run,
@@ -161,7 +162,7 @@ def test_damaged_files_are_named(
     ],
 )
 def test_results_of_other_settings_are_not_mixed(
-    tmp_path: Path, fields: dict[str, Any], said: str
+    tmp_path: Path, fields: Any, said: str
 ) -> None:
     filled(tmp_path, of())
     before = (tmp_path / "config.json").read_text()

@@ -29,10 +29,9 @@ from fedrot.simulations import simulate as runs
 from fedrot.simulations.checks import Checked, checked, costs_of, estimate, in_words
 from fedrot.simulations.engine import Ended, Job, Machine
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.federation.cells import Cell, cells_of
 from fedrot.simulations.models import build_model
 from fedrot.simulations.report import pages
-from fedrot.simulations.run_folder import RunFolder, read_run
+from fedrot.simulations.run_folder import Cell, RunFolder, cells_of, read_run
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import task_of
 from tests.simulations.commands import SMALL, run, settings
@@ -70,7 +69,7 @@ def _bare_page(path: Path, *_: Any, **__: Any) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_pictures(monkeypatch: Any) -> None:
     monkeypatch.setattr(pages, "write_page", _bare_page)
 
 
@@ -82,7 +81,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory: Any) -> Path:
     """The folder of a run, one cell after the other, that nothing has disturbed."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "two.toml").write_text(FILE)
@@ -196,7 +195,7 @@ def started(
     ("how", "workers"), [(signal.SIGTERM, 1), (signal.SIGINT, 2), (signal.SIGKILL, 2)]
 )
 def test_a_stopped_run_goes_on(
-    file: Path, tmp_path: Path, whole: Path, how: signal.Signals, workers: int
+    file: Path, tmp_path: Path, whole: Path, how: Any, workers: int
 ) -> None:
     """Whatever stops it, finished parts stay and no process does; a killed worker loses
     its part.
@@ -268,7 +267,7 @@ def costs(*experiments: Experiment) -> tuple[list[Cell], dict[str, float]]:
 
 
 def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     tried = []
     run, shown = shown_run(tmp_path, of(strategies="fedavg,aligned,head_only"))
@@ -294,7 +293,7 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
                 "metric": "loss",
                 "value": {"fedavg": None}.get(cell.strategy.name, 1.0),
             }
-            hear(job, ("cell", cell.name, [row], [], "", ""))
+            hear(job, runs.CellResult(cell.name, [row], [], ""))
         hear(job, Ended())
 
     monkeypatch.setattr(runs, "run_jobs", dying)
@@ -339,34 +338,32 @@ def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(
     ]
 
 
-def test_progress_is_told_inside_a_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_told_inside_a_part(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(runs, "_BEAT", 0.0)
     experiment = of(strategies="fedavg", rounds=2)
     (cell,), found = costs(experiment)
     (cost,) = found.values()
     heard = []
-    before = training.on_rows
     runs.run_job([cell], [cost], tmp_path, heard.append)
-    assert training.on_rows is before
-    done = [said[2] for said in heard if said[0] == "progress"]
+    assert training.ON_ROWS == []
+    done = [said.done for said in heard if isinstance(said, runs.CellProgress)]
     assert len(done) > 5
     assert done == sorted(done)
     assert not [*tmp_path.iterdir()]
     # What a part costs is counted before it runs: in the end it is all of it.
     assert done[-1] == pytest.approx(cost, rel=0.25)
-    assert heard[-2][1] == f"fedavg (seed 0) {100 * done[-1] / cost:.0f} %"
+    assert heard[-2].text == f"fedavg (seed 0) {100 * done[-1] / cost:.0f} %"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_without_a_terminal_a_line_breaks_a_silence(
-    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    terminal: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(runs, "SILENCE", 0.0)
     run, shown = shown_run(tmp_path, of(strategies="fedavg"), force_terminal=terminal)
     run._start -= 60
-    run._of_job[Job("a", print, ())] = ("fedavg (seed 0) 25 %", run._cost / 4)
+    progress = runs.CellProgress("fedavg (seed 0) 25 %", run._cost / 4)
+    run._of_job[Job("a", print, ())] = progress
     run._show()
     assert ("25 % about 3 min left; fedavg (seed 0) 25 %" in shown.getvalue()) == (
         not terminal
@@ -408,7 +405,7 @@ def test_costs_are_of_trainings_that_are_not_shared() -> None:
 
 
 def test_a_row_is_timed_in_the_second_step_and_memory_is_that_of_all_models(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     ticks = iter([0.0, 10.0, 13.0])
     experiment = of()
@@ -464,7 +461,7 @@ def test_what_is_known_and_said_of_the_data() -> None:
         for split in (task.data.train, task.data.test)
     )
     largest = int(train.argmax())
-    said = " ".join(found.said)
+    said = " ".join(found.sentences)
     share = test[largest] / test.sum()
     assert (
         f"always answers '{task.data.label_names[largest]}' would have accuracy "
@@ -476,7 +473,7 @@ def test_what_is_known_and_said_of_the_data() -> None:
     # Few rows to choose by are said, too.
     chosen = {"holdout": 0.5, "strategies": "fedavg,fit_head,guarded"}
     few = "Clients hold out 40 rows in all (seed 0), by which fit_head, guarded choose"
-    said = " ".join(checked(of(train_limit=80, **chosen)).said)
+    said = " ".join(checked(of(train_limit=80, **chosen)).sentences)
     assert (few in said, "leaves out" in said, "have 40 rows each" in said) == (
         True,
         False,
@@ -484,13 +481,15 @@ def test_what_is_known_and_said_of_the_data() -> None:
     )
     assert "holdout above 0.5" in said  # not one that the run has
     more = " ".join(
-        checked(of(train_limit=400, partition="column:label_name", **chosen)).said
+        checked(of(train_limit=400, partition="column:label_name", **chosen)).sentences
     )
     assert ("hold out" in more, "(seed 0), of 7 values of 'label_name'." in more) == (
         False,
         True,
     )
-    assert "always" not in " ".join(checked(of(task="mlm", strategies="fedavg")).said)
+    assert "always" not in " ".join(
+        checked(of(task="mlm", strategies="fedavg")).sentences
+    )
 
 
 @pytest.mark.parametrize(
@@ -503,9 +502,7 @@ def test_what_is_known_and_said_of_the_data() -> None:
         ({"fit_head": True, "clients": [1, 3]}, "needs clients' held-out rows"),
     ],
 )
-def test_a_strategy_that_cannot_run_is_refused(
-    table: dict[str, Any], words: str
-) -> None:
+def test_a_strategy_that_cannot_run_is_refused(table: Any, words: str) -> None:
     experiment = of(
         strategies=[{"name": "mine", **table}],
         clients=4,
@@ -534,7 +531,7 @@ def test_a_run_that_cannot_begin_leaves_no_results(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moving", [{"strategies": "aligned"}, {"start": "scrambled"}])
 def test_only_runs_that_move_weights_need_a_supported_family(
-    moving: dict[str, Any], tmp_path: Path
+    moving: Any, tmp_path: Path
 ) -> None:
     config = transformers.BigBirdConfig(**SIZES, attention_type="original_full")
     fields = {**MODEL, "model": str(save(tmp_path, config)), "strategies": "fedavg"}
@@ -556,7 +553,7 @@ MODEL = {
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def encoder(tmp_path_factory: Any) -> Path:
     """A saved encoder in bfloat16."""
     folder = tmp_path_factory.mktemp("encoder")
     return save(folder, transformers.BertConfig(**SIZES), dtype=torch.bfloat16)
@@ -570,7 +567,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_model_of_another_precision_runs_as_the_dry_run_says(
-    values: dict[str, Any], strategies: int, encoder: Path, tmp_path: Path
+    values: Any, strategies: int, encoder: Path, tmp_path: Path
 ) -> None:
     given = {**MODEL, "model": encoder, **values}
     line = ("simulate", "--out", tmp_path / "run", *settings(given))

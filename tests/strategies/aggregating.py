@@ -25,7 +25,6 @@ from tests.strategies.classifier import SYMMETRY, build, state
 from tests.strategies.fakes import broadcast, reply, tensors_of
 
 Statistics = Mapping[str, Mapping[str, Tensor]]
-QUERY = "bert.encoder.layer.0.attention.self.query.weight"
 OUTPUT = "bert.encoder.layer.0.attention.output.dense.weight"
 UP, DOWN = (
     "bert.encoder.layer.0.intermediate.dense.weight",

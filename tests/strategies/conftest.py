@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+def warnings(caplog: Any) -> Callable[[], str]:
     """Return what Flower's log warned of so far."""
     logging.getLogger("flwr").propagate = True
     return lambda: " ".join(

@@ -20,8 +20,6 @@ from flwr.app import (
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-Template = Callable[[Any], Any]
-
 
 def megabytes(messages: Iterable[Message]) -> float:
     total = 0

@@ -5,7 +5,7 @@ Flower's.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -187,7 +187,7 @@ def test_a_subclass_reads_the_same_replies_before_and_afterwards(name: str) -> N
 
 
 def test_a_subclass_may_pass_on_a_generator_and_is_named_where_a_client_is_missing(
-    caplog: pytest.LogCaptureFixture,
+    caplog: Any,
 ) -> None:
     class AllButOne(FedRot):
         seen = ()
@@ -265,7 +265,7 @@ def personal(base: Any) -> Any:
         lambda: own_start(own_messages(FedRot))(CONFIG),
     ],
 )
-def test_what_cannot_work_says_what_to_call(strategy: Callable[[], Any]) -> None:
+def test_what_cannot_work_says_what_to_call(strategy: Any) -> None:
     with pytest.raises(FedrotError, match="configure_train"):
         played(strategy())
 

@@ -264,7 +264,7 @@ CANONICAL = fedrot.AlignmentOptions(
     ],
 )
 def test_clients_that_learned_nothing_change_no_function(
-    name: str, others: int | None
+    name: str, others: Any
 ) -> None:
     """In canonical rounds (None), and where many come from another basis, whose
     coordinates it takes.
@@ -406,7 +406,7 @@ UNSAFE = [
 
 @pytest.mark.parametrize(("name", "given", "word"), UNSAFE)
 def test_what_breaks_the_guarantee_of_privacy_is_refused(
-    name: str, given: dict[str, Any], word: str
+    name: str, given: Any, word: str
 ) -> None:
     with pytest.raises(fedrot.FedrotError, match=word):
         CASES[name].aligned(**given)

@@ -319,7 +319,7 @@ class Unasked(FakeGrid):
     ],
 )
 def test_numbers_of_a_run_are_checked_before_it_waits(
-    rounds: Any, arguments: dict[str, Any], expected: str
+    rounds: Any, arguments: Any, expected: str
 ) -> None:
     """With a fraction above 1, Flower waits for more nodes than there are."""
     wrapped = in_front_of(DifferentialPrivacyServerSideFixedClipping)(
@@ -357,9 +357,7 @@ SAID = [
 
 
 @pytest.mark.parametrize(("given", "words"), SAID)
-def test_the_summary_says_what_is_set(
-    given: dict[str, Any], words: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_summary_says_what_is_set(given: Any, words: Any, caplog: Any) -> None:
     with caplog.at_level("INFO", logger="flwr"):
         FedRot(CONFIG, **given).summary()
     assert all(word in caplog.text for word in words)

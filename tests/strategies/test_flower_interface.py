@@ -138,7 +138,7 @@ HAS_IT = "should_stop" in inspect.signature(Strategy.start).parameters
 
 
 @pytest.fixture
-def newest(monkeypatch: pytest.MonkeyPatch) -> None:
+def newest(monkeypatch: Any) -> None:
     """Give an older ``Strategy.start`` what Flower 1.43 has: ``should_stop``, and a
     first result.
     """
@@ -333,7 +333,7 @@ FLOWERS = [
 @pytest.mark.parametrize("sent", SENT)
 @pytest.mark.parametrize(("base", "given"), FLOWERS)
 def test_replies_that_nobody_asked_for_are_aggregated_as_by_flowers_strategy(
-    base: Any, given: dict[str, Any], sent: str
+    base: Any, given: Any, sent: str
 ) -> None:
     strategies = [base(**given), in_front_of(base)(alignment=None, **given)]
     results = []

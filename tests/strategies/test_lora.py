@@ -69,7 +69,7 @@ def started(strategy: FedAvg, rounds: int = 1) -> Any:
 
 @METHODS
 def test_a_round_is_the_average_of_the_replies_and_says_its_errors(
-    options: AdapterOptions, caplog: pytest.LogCaptureFixture, tmp_path: Any
+    options: AdapterOptions, caplog: Any, tmp_path: Any
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     with caplog.at_level("INFO", logger="flwr"):
@@ -141,7 +141,7 @@ def test_clients_of_smaller_ranks_cut_what_they_receive() -> None:
     ],
 )
 def test_replies_of_other_ranks_are_dropped(
-    method: str, rank: int, needed: str, caplog: pytest.LogCaptureFixture
+    method: str, rank: int, needed: str, caplog: Any
 ) -> None:
     def other(message: Message) -> Message:
         return reply(message, floats(adapter(0, rank)), 10, 7)
@@ -157,7 +157,7 @@ def test_replies_of_other_ranks_are_dropped(
 
 
 def test_an_adapter_of_other_settings_is_dropped_by_name_and_rows_have_the_settings(
-    warnings: Callable[[], str], tmp_path: Any
+    warnings: Any, tmp_path: Any
 ) -> None:
     """Client 0 says nothing, client 1 the server's settings; client 4 has other
     targets.
@@ -206,7 +206,7 @@ def test_an_adapter_of_other_settings_is_dropped_by_name_and_rows_have_the_setti
 
 
 def test_a_first_model_that_is_no_adapter_is_refused_before_anyone_trains(
-    warnings: Callable[[], str],
+    warnings: Any,
 ) -> None:
     grid = grid_of(map(client, range(3)))
     with pytest.raises(FedrotError, match=r"initial_arrays.*no factors"):
@@ -270,7 +270,7 @@ def test_what_does_not_go_together_is_refused_before_training() -> None:
     ],
 )
 def test_what_is_not_known_or_not_lost_is_no_metric(
-    of_factors: float | None, lost: float, measured: dict[str, float]
+    of_factors: Any, lost: float, measured: Any
 ) -> None:
     report = SimpleNamespace(
         mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost

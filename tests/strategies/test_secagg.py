@@ -5,7 +5,6 @@ only.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,7 +132,7 @@ def test_the_masked_sum_of_aligned_updates_is_the_unscrambled_average() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 def test_a_broken_client_drops_out_and_the_others_go_on(
-    warnings: Callable[[], str],
+    warnings: Any,
 ) -> None:
     others = expected((0, 2))
     result = play(scramble=True, align=True, broken=1)

@@ -168,7 +168,7 @@ ROTATES = [
 
 @pytest.mark.parametrize(("others", "config", "base", "more", "rotates"), ROTATES)
 def test_by_default_the_stream_is_rotated_where_it_can_be(
-    others: OtherBasis, config: Any, base: State, more: dict[str, Any], rotates: bool
+    others: OtherBasis, config: Any, base: State, more: Any, rotates: bool
 ) -> None:
     strategy = FedRot(config, other_basis=others, **more)
     strategy.configure_train(

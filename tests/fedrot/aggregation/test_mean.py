@@ -4,7 +4,6 @@ trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher, Mean
-
-Masks = dict[str, Tensor]
 
 
 def folded(
@@ -56,7 +53,7 @@ def test_integers_and_booleans_are_averaged_and_rounded(masked: bool) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 )
-def test_means_of_the_largest_and_smallest_integers(dtype: torch.dtype) -> None:
+def test_means_of_the_largest_and_smallest_integers(dtype: Any) -> None:
     least = torch.iinfo(dtype).min
     most = torch.iinfo(dtype).max
     ends = {"steps": torch.tensor([least, most], dtype=dtype)}
@@ -74,7 +71,7 @@ def test_means_of_the_largest_and_smallest_integers(dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("shape", [(4, 2, 3), (4,), (1, 2), ()], ids=str)
 def test_rows_of_any_shape_are_averaged_over_the_clients_that_trained_them(
-    build: Callable[[], Any], shape: tuple[int, ...]
+    build: Any, shape: Any
 ) -> None:
     """Masks may come late, from some clients only; a number stands for all rows."""
     aggregator = build()

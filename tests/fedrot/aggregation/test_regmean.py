@@ -47,7 +47,7 @@ def plain(values: Sequence[Array], shares: Sequence[float]) -> Array:
 @pytest.mark.parametrize("ranks", [(0,), (2,), (4, 1, 0), (1, 2), (4, 4, 4)], ids=str)
 @pytest.mark.parametrize("kind", ["gram", "gram_conv1d"])
 def test_unseen_directions_keep_the_mean_and_seen_ones_are_solved(
-    kind: str, ranks: tuple[int, ...], dead: tuple[int, ...]
+    kind: str, ranks: Any, dead: Any
 ) -> None:
     """Inputs of different sizes; the oracle is least squares on the rows of all
     clients.
@@ -139,7 +139,7 @@ def test_a_solution_that_the_dtype_cannot_hold_is_not_taken() -> None:
 
 
 def test_layers_that_share_a_matrix_are_factorised_once(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     rng = np.random.default_rng(10)
     names = ["query.weight", "key.weight", "value.weight", "other.weight"]

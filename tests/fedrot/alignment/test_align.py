@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("name", "parts"), CHOICES)
-def test_alignment_undoes_a_random_element(name: str, parts: tuple[str, ...]) -> None:
+def test_alignment_undoes_a_random_element(name: str, parts: Any) -> None:
     state = state_of(name)
     symmetry = symmetry_for(name)
     moved = fedrot.random_equivalent(state, symmetry, 3, parts)
@@ -62,9 +63,7 @@ def test_alignment_undoes_a_random_element(name: str, parts: tuple[str, ...]) ->
 
 @pytest.mark.parametrize("parts", [FULL, EVERYTHING])
 @pytest.mark.parametrize("name", CASES)
-def test_apply_keeps_the_function_and_inverse_undoes_it(
-    name: str, parts: tuple[str, ...]
-) -> None:
+def test_apply_keeps_the_function_and_inverse_undoes_it(name: str, parts: Any) -> None:
     anchor, update, symmetry = (
         state_of(name),
         state_of(name, seed=4),
@@ -101,10 +100,10 @@ def _cast(state: State, weights: torch.dtype, biases: torch.dtype) -> State:
     ],
 )
 def test_dtypes_return_as_they_came_and_inputs_are_left_alone(
-    weights: torch.dtype,
-    biases: torch.dtype,
-    of_anchor: torch.dtype,
-    parts: tuple[str, ...],
+    weights: Any,
+    biases: Any,
+    of_anchor: Any,
+    parts: Any,
 ) -> None:
     buffers = {
         "position_ids": torch.arange(40)[None],

@@ -181,10 +181,10 @@ def test_embeddings_tell_one_base_from_another(name: str) -> None:
     ],
 )
 def test_the_cosine_is_that_of_the_matrices_of_the_stream(
-    ours: torch.dtype,
-    theirs: torch.dtype,
+    ours: Any,
+    theirs: Any,
     compared: int,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     """In any precision; of large ones, rows at even distances are compared."""
     monkeypatch.setattr(anchors, "_COMPARED", compared)
@@ -318,7 +318,7 @@ def test_clients_that_trained_far_from_one_start_share_a_basis(anchor: str) -> N
 
 
 def test_the_running_anchor_moves_by_the_share_of_each_update(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     """Bounds on its neurons shrink by as much."""
     shares = []

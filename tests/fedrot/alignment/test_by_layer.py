@@ -83,7 +83,7 @@ def size_of(part: fedrot.Symmetry) -> int:
 
 
 @pytest.fixture(autouse=True)
-def a_piece_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_piece_per_layer(monkeypatch: Any) -> None:
     """Layers as small as these would be stacked to one piece."""
     monkeypatch.setattr(by_layer, "STACKED", 0)
 
@@ -165,7 +165,7 @@ FAMILIES = ("bert", "gpt2", "llama", "t5", "albert", "clip")
     ],
 )
 def test_the_parts_together_are_the_whole(
-    family: str, which: str, where: str, monkeypatch: pytest.MonkeyPatch
+    family: str, which: str, where: str, monkeypatch: Any
 ) -> None:
     # More passes add up more rounding, which differs between the two ways.
     monkeypatch.setattr(descent, "SWEEPS", 2)
@@ -214,9 +214,7 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 
 
 @pytest.mark.parametrize(("more", "stacked"), [(0, [2, 2, 2, 2]), (-1, [1] * 8)])
-def test_small_layers_are_stacked(
-    more: int, stacked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_layers_are_stacked(more: int, stacked: Any, monkeypatch: Any) -> None:
     symmetry = llama(8)
     size = next(size_of(part) for part in parts_of(symmetry) if part.groups)
     monkeypatch.setattr(by_layer, "STACKED", 2 * size + more)
@@ -373,7 +371,7 @@ class AtOnce(Executor):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_pinned_memory_is_not_filled_again_before_it_was_sent(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: Any, monkeypatch: Any
 ) -> None:
     """There are two buffers for many parts; they are filled early, and copies are made
     late.

@@ -94,6 +94,6 @@ def test_without_steps_the_start_is_returned() -> None:
         ({"factor": float("nan")}, "at step 1"),
     ],
 )
-def test_what_cannot_be_learned_is_refused(given: dict[str, Any], word: str) -> None:
+def test_what_cannot_be_learned_is_refused(given: Any, word: str) -> None:
     with pytest.raises(fedrot.FedrotError, match=word):
         _learn(**given)

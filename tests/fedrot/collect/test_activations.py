@@ -193,9 +193,7 @@ OTHER = fresh_model("distilbert-classifier")
         ({"client": state_of(BERT)}, "not a torch module"),
     ],
 )
-def test_what_gives_no_activations_is_refused(
-    given: dict[str, Any], message: str
-) -> None:
+def test_what_gives_no_activations_is_refused(given: Any, message: str) -> None:
     anchor, client = pair_of(BERT)
     usual = {
         "anchor": anchor,
@@ -345,9 +343,7 @@ def test_a_weight_of_zero_is_no_activations_at_all(name: str) -> None:
         (BERT, "correlation", ("output", "residual", "ffn")),
     ],
 )
-def test_moments_move_with_the_client(
-    name: str, heads: Any, parts: tuple[str, ...]
-) -> None:
+def test_moments_move_with_the_client(name: str, heads: Any, parts: Any) -> None:
     """Moments after the move are the moved moments; correlations are not rotated."""
     symmetry = symmetry_for(name)
     anchor, client = pair_of(name)

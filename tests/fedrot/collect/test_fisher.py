@@ -384,7 +384,7 @@ def test_no_more_rows_are_used_than_asked_for(most: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_fisher_of_other_precisions_is_float32(dtype: torch.dtype) -> None:
+def test_fisher_of_other_precisions_is_float32(dtype: Any) -> None:
     """float16 holds nothing below 6e-8: squares of small gradients must not all become
     zero.
     """
@@ -424,7 +424,7 @@ ONE = [batch_of(1)]
     ],
 )
 def test_what_cannot_be_computed_is_refused(
-    build: Callable[[], Any], batches: list[Any], options: dict[str, Any], word: str
+    build: Any, batches: Any, options: Any, word: str
 ) -> None:
     with pytest.raises(fedrot.FedrotError, match=word):
         fedrot.collect_fisher(build(), batches, **options)

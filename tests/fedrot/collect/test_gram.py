@@ -270,7 +270,7 @@ def ways(*how: str) -> list[Any]:
     ],
 )
 def test_layers_share_a_matrix_only_if_they_read_the_same_in_every_call(
-    how: tuple[str, ...], shared: bool
+    how: Any, shared: bool
 ) -> None:
     found = check(Paths(), ways(*how))["gram"]
     assert found.keys() == {
@@ -316,9 +316,7 @@ def test_no_more_batches_are_read_than_asked_for(most: int) -> None:
     ("model", "batches", "most"),
     [(Paths, [], None), (Paths, ways(""), 0), (nn.Identity, [{}], None)],
 )
-def test_nothing_to_read_is_refused(
-    model: Any, batches: list[Any], most: int | None
-) -> None:
+def test_nothing_to_read_is_refused(model: Any, batches: Any, most: Any) -> None:
     given = [{"input": torch.ones(1, 2)}] if batches == [{}] else batches
     with pytest.raises(fedrot.FedrotError, match=r"batch.*Linear"):
         fedrot.collect_gram(model(), given, max_batches=most)

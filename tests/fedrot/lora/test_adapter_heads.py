@@ -46,7 +46,7 @@ def adapted(kind: str, **settings: Any) -> Any:
     ],
 )
 def test_the_head_beside_an_adapter_is_that_of_the_merged_model(
-    kind: str, name: str, settings: dict[str, Any]
+    kind: str, name: str, settings: Any
 ) -> None:
     model = adapted(kind, **settings)
     batches = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product as every
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def average(*adapters: Adapter, weight: float = 1.0) -> Adapter:
     ],
 )
 def test_factors_of_any_size_have_an_average(
-    a: float, b: float, kept: int, monkeypatch: pytest.MonkeyPatch
+    a: float, b: float, kept: int, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(module_sums, "KEPT_RANKS", kept)
     for place, weight in every((0, 2), (1e-9, 1e12)):

@@ -75,7 +75,7 @@ SETTINGS = {
 
 
 @pytest.fixture(params=SETTINGS)
-def model(request: pytest.FixtureRequest) -> Any:
+def model(request: Any) -> Any:
     """A PEFT model in float64 whose factors are random."""
     build, options = SETTINGS[request.param]
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ def _features(state: State, names: Names, layer: int) -> Array:
     ("name", "dtype"), [*zip(FEW, (torch.float64, torch.float32), strict=True)]
 )
 def test_permutation_is_the_full_assignment_s(
-    name: str, regime: str, dtype: torch.dtype
+    name: str, regime: str, dtype: Any
 ) -> None:
     names = models.CASES[name].names
     options = fedrot.AlignmentOptions(parts=("ffn",), chance=0)
@@ -127,8 +128,8 @@ def test_a_bound_holds_when_the_anchor_moves_towards_its_clients(
     width: int,
     spread: float,
     size: float,
-    dtype: torch.dtype,
-    columns: int | None,
+    dtype: Any,
+    columns: Any,
 ) -> None:
     group = _neurons(n)
     start = torch.from_numpy(size * _clustered(seed, n, width, spread)).to(dtype)
@@ -205,8 +206,8 @@ def test_a_certificate_is_never_wrong(
     width: int,
     spread: float,
     size: float,
-    dtype: torch.dtype,
-    columns: int | None,
+    dtype: Any,
+    columns: Any,
 ) -> None:
     """Whenever the identity is certified, no assignment is closer to the anchor."""
     rng = np.random.default_rng(seed + 1)
@@ -255,11 +256,11 @@ _SIDES = st.one_of(
 def test_separation_never_exceeds_the_true_distance(
     seed: int,
     n: int,
-    widths: tuple[int, ...],
+    widths: Any,
     spread: float,
     size: float,
-    dtype: torch.dtype,
-    columns: int | None,
+    dtype: Any,
+    columns: Any,
 ) -> None:
     """Of signed neurons, over all others with either sign, and over the neuron's own
     negative.
@@ -327,8 +328,8 @@ def test_assignment_reaches_the_optimum(
     width: int,
     spread: float,
     size: float,
-    dtype: torch.dtype,
-    columns: int | None,
+    dtype: Any,
+    columns: Any,
 ) -> None:
     """Its own shortcut included: the optimum's objective, up to the documented 1e-6 of
     the trace.

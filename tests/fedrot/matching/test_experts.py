@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def _best(
 @pytest.mark.parametrize(
     ("scale", "seed"), [(0.1, 1), (1.0, 2), (1.0, 3), (None, 1), (None, 2)]
 )
-def test_experts_are_in_the_best_of_all_orders(scale: float | None, seed: int) -> None:
+def test_experts_are_in_the_best_of_all_orders(scale: Any, seed: int) -> None:
     order, worth, anchor, client = _best(scale, seed)
     alignment = fedrot.align(client, anchor, symmetry_for(NAME), FFN)
     moves = {move.group.name: move.element for move in alignment.moves}
@@ -91,7 +92,7 @@ def test_experts_are_in_the_best_of_all_orders(scale: float | None, seed: int) -
     )
 
 
-def test_few_pairs_of_experts_are_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_pairs_of_experts_are_solved(monkeypatch: Any) -> None:
     """Bounds say of most pairs that the best order does not use them."""
     _, _, anchor, client = _best(0.1, 1)
     solved = []
@@ -111,7 +112,7 @@ def test_few_pairs_of_experts_are_solved(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_near_client_is_certified_without_an_assignment(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     anchor = state_of(NAME)
     client = near(anchor, 1e-3)

@@ -5,6 +5,7 @@ inside each.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def _best_by_trying_all(
 @pytest.mark.parametrize("parts", [("heads", "attention"), ("heads",)])
 @pytest.mark.parametrize(("name", "scale"), [*zip(NAMES, [0.3, 1.0] * 3, strict=True)])
 def test_hidden_orders_are_found_through_noise(
-    name: str, scale: float, parts: tuple[str, ...]
+    name: str, scale: float, parts: Any
 ) -> None:
     """As good as trying every order, and the best phases and rotations for each."""
     anchor = state_of(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ SIZES = torch.tensor([100.0, 1.0, 0.01], dtype=torch.float64)[:, None]
 @pytest.mark.parametrize("action", [RotaryPhases, RotarySigns])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_best_turn_of_every_frequency_is_not_beaten(
-    action: type[RotaryPhases | RotarySigns], interleaved: bool
+    action: Any, interleaved: bool
 ) -> None:
     """Evidence from blocks and from cross matrices agrees with what elements make of
     the blocks.

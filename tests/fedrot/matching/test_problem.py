@@ -4,7 +4,7 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ import torch
 import fedrot
 from fedrot.matching import problem as of_problem
 from fedrot.matching.problem import Match, Problem, solver_of, solves, stage_of
-from fedrot.symmetry.actions import Action, HeadRotation, Permutation
+from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Move, apply_moves
 from tests.models import largest_difference, near, state_of, symmetry_for
 
@@ -84,9 +84,9 @@ REFUSED = {
 @pytest.mark.parametrize(("part", "action", "told"), REFUSED.values(), ids=REFUSED)
 def test_an_action_that_cannot_be_matched_is_refused_by_name(
     part: str,
-    action: Callable[[Any], Action],
+    action: Any,
     told: str,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     monkeypatch.setattr(of_problem, "SOLVERS", dict(of_problem.SOLVERS))
     solves(Late)(_match_reversals)
@@ -107,7 +107,7 @@ def test_an_action_that_cannot_be_matched_is_refused_by_name(
 
 
 def test_a_registered_solver_is_used_in_the_stage_of_its_action(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     monkeypatch.setattr(of_problem, "SOLVERS", dict(of_problem.SOLVERS))
     called = []

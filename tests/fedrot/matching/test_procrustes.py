@@ -5,6 +5,7 @@ optimum.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def test_polar_agrees_with_scipy_and_survives_degenerate_input() -> None:
 
 
 def test_an_svd_that_does_not_converge_is_done_by_another_driver(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     m = torch.randn(2, DIM, DIM, generator=seeded(5), dtype=torch.float64)
     expected = polar(m)

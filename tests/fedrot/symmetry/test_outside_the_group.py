@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -160,9 +161,7 @@ CLAIMS = {
 
 
 @pytest.mark.parametrize(("having", "expected"), CLAIMS.values(), ids=CLAIMS)
-def test_members_claim_what_their_models_allow(
-    having: Callable[[str, Group], bool], expected: Iterable[str]
-) -> None:
+def test_members_claim_what_their_models_allow(having: Any, expected: Any) -> None:
     found = {
         name
         for name in MEMBERS
@@ -356,7 +355,7 @@ def signs_of_an_rms_norm_s_stream_pass_its_gains(name: str) -> Changes:
 
 
 @pytest.mark.parametrize(("check", "name"), CASES)
-def test_outside_the_group(check: Callable[[str], Changes], name: str) -> None:
+def test_outside_the_group(check: Any, name: str) -> None:
     tried = list(check(name))
     assert tried
     for change, visible in tried:

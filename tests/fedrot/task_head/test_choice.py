@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedrot.errors import UpdateError
 from fedrot.task_head import ClassSums, LossSums, sums
-from fedrot.task_head.choice import Candidate, choose, with_fitted_heads
+from fedrot.task_head.choice import Candidate, choose, with_fitted_task_heads
 from fedrot.task_head.losses import TEMPERATURES
 from fedrot.task_head.totals import LONGEST, Totals, total_without
 from fedrot.task_head.votes import FEWEST, Change, Votes
@@ -102,12 +102,12 @@ def test_heads_whose_logits_have_no_loss_are_refused(spread: float, fits: bool) 
     """The logits of classes far apart beside their spread exceed the largest loss."""
     like = Candidate("body", *[torch.zeros(1)] * 2, share=0.5)
     if fits:
-        (candidate,) = with_fitted_heads(like, class_sums(1, spread), [0.1], True)
+        (candidate,) = with_fitted_task_heads(like, class_sums(1, spread), [0.1], True)
         assert (candidate.body, candidate.share) == ("body", 0.5)
         assert candidate.shrinkage == 0.1
     else:
         with pytest.raises(UpdateError, match="too large"):
-            with_fitted_heads(like, class_sums(1, spread), [0.1], True)
+            with_fitted_task_heads(like, class_sums(1, spread), [0.1], True)
 
 
 @pytest.mark.parametrize(("times", "kept"), [(0.99, [0, 1, 2]), (1.01, [0, 1])])

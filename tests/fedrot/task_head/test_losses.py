@@ -133,9 +133,7 @@ def test_one_model_may_come_with_other_weights_and_not_with_other_rows() -> None
         (lambda h: TaskHeads(*(value[:0] for value in h)), r"partners \[\]"),
     ],
 )
-def test_heads_that_do_not_fit_the_layer_are_refused(
-    change: Callable[[TaskHeads], TaskHeads], message: str
-) -> None:
+def test_heads_that_do_not_fit_the_layer_are_refused(change: Any, message: str) -> None:
     model = model_of("bert")
     heads = change(heads_of("bert", model, [1, 2], [-1, 0]))
     with pytest.raises(FedrotError, match=message):
@@ -217,9 +215,7 @@ def test_a_temperature_folds_into_the_dtype_of_the_layer_or_is_refused() -> None
         (lambda s: {"counts": s.counts.flip(0)}, "of 3.0 rows"),
     ],
 )
-def test_sums_that_no_rows_have_are_refused(
-    change: Callable[[LossSums], dict[str, Any]], message: str
-) -> None:
+def test_sums_that_no_rows_have_are_refused(change: Any, message: str) -> None:
     sums = sums_of(torch.arange(1.0, 50).double())
     with pytest.raises(UpdateError, match=message):
         replace(sums, **change(sums))

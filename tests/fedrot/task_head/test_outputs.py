@@ -127,7 +127,7 @@ ORACLES = {SINGLE: discriminant, SEVERAL: of_two_classes, REGRESSION: ridge}
     ),
 )
 def test_heads_are_those_of_the_rows(
-    seed: int, problem: str, size: int, rows: int, shrinkages: list[float]
+    seed: int, problem: str, size: int, rows: int, shrinkages: Any
 ) -> None:
     features, labels = drawn(problem, seed, rows, size)
     weights, biases = fitted_task_heads(sums_of(features, labels, problem), shrinkages)
@@ -392,9 +392,7 @@ def _of(labels: list[int], rows: int = 4, size: int = 4) -> ClassSums:
         (lambda: fitted_task_heads(_of([0, 1, 0, 1]), []), "no shrinkage"),
     ],
 )
-def test_sums_that_determine_no_head_are_refused(
-    call: Callable[[], object], message: str
-) -> None:
+def test_sums_that_determine_no_head_are_refused(call: Any, message: str) -> None:
     with pytest.raises(FedrotError, match=message):
         call()
 
@@ -443,7 +441,7 @@ def loss(
     ],
 )
 def test_a_model_has_the_head_and_losses_of_its_rows(
-    kind: str, problem: str | None, outputs: int
+    kind: str, problem: Any, outputs: int
 ) -> None:
     model = (
         randomise(tiny_classifier(kind, num_labels=outputs, problem_type=problem))

@@ -122,7 +122,7 @@ def test_features_are_within_what_the_model_allows(name: str) -> None:
     ],
 )
 def test_features_and_losses_of_half_precision_are_summed_in_float64(
-    name: str, dtype: torch.dtype
+    name: str, dtype: Any
 ) -> None:
     model = model_of(name).to(dtype)
     batch = {
@@ -254,7 +254,7 @@ SINGLE_ONE = {"num_labels": 1, "problem_type": "single_label_classification"}
     ],
 )
 def test_a_model_without_one_head_of_classes_is_told(
-    config: Any, tensors: Any, error: type[Exception], message: str
+    config: Any, tensors: Any, error: Any, message: str
 ) -> None:
     with pytest.raises(error, match=message):
         task_head_of(config, tensors)

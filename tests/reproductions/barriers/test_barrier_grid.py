@@ -47,7 +47,7 @@ disjoint = [[0, 1], [2, 3]]
 
 
 @pytest.fixture(scope="module")
-def grid_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def grid_file(tmp_path_factory: Any) -> Path:
     path = tmp_path_factory.mktemp("grid") / "grid.toml"
     path.write_text(GRID)
     return path
@@ -140,7 +140,7 @@ def test_what_is_missing_is_done_again_with_the_same_result(
 
 
 def test_a_failing_pair_leaves_what_was_done(
-    grid_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    grid_file: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     def fail(*_: object) -> Any:
         raise RuntimeError("out of luck")

@@ -44,7 +44,7 @@ def model(task: Task) -> torch.nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def _few_steps(monkeypatch: Any) -> None:
     """What is learned in 600 steps is tested elsewhere; here it is enough that
     something is.
     """
@@ -59,7 +59,7 @@ def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_method_hides_labels_and_changes_neither_model(
-    task: Task, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+    task: Task, model: Any, monkeypatch: Any
 ) -> None:
     seen = []
     original = methods.collect_activations
@@ -90,9 +90,7 @@ def test_every_method_hides_labels_and_changes_neither_model(
         )
 
 
-def test_whole_model_methods_undo_a_random_equivalent(
-    task: Task, model: torch.nn.Module
-) -> None:
+def test_whole_model_methods_undo_a_random_equivalent(task: Task, model: Any) -> None:
     symmetry = symmetry_of(model.config, model.state_dict())
     client = copy.deepcopy(model)
     client.load_state_dict(
@@ -125,9 +123,7 @@ def test_methods_that_rotate_the_stream_undo_a_rotation_of_it() -> None:
         assert line.after < 1e-2 * line.before or name == "stream+learned"
 
 
-def test_models_that_cannot_be_rotated_are_refused(
-    task: Task, model: torch.nn.Module
-) -> None:
+def test_models_that_cannot_be_rotated_are_refused(task: Task, model: Any) -> None:
     tied = GPT2LMHeadModel(
         GPT2Config(vocab_size=12, n_layer=1, n_head=2, n_embd=8, n_positions=4)
     )
@@ -141,7 +137,7 @@ def test_models_that_cannot_be_rotated_are_refused(
 
 
 def test_a_method_may_refine_the_client(
-    task: Task, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+    task: Task, model: Any, monkeypatch: Any
 ) -> None:
     client = build_model(task.experiment, task.data, seed=1)
     symmetry = symmetry_of(model.config, model.state_dict())
@@ -160,7 +156,7 @@ def test_a_method_may_refine_the_client(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_ends_are_exact_and_dtypes_stay(dtype: torch.dtype) -> None:
+def test_the_ends_are_exact_and_dtypes_stay(dtype: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = ({"w": torch.randn(50, generator=generator).to(dtype)} for _ in range(2))
     assert torch.equal(interpolate(a, b, 0)["w"], a["w"])
@@ -188,7 +184,7 @@ def line(pair: str, method: str, *losses: float) -> BarrierLine:
         ((0.1, math.inf, 0.1), math.inf),
     ],
 )
-def test_the_barrier_of_a_line(losses: tuple[float, ...], barrier: float) -> None:
+def test_the_barrier_of_a_line(losses: Any, barrier: float) -> None:
     assert line("0-1", "vanilla", *losses).barrier == pytest.approx(
         barrier, nan_ok=True
     )

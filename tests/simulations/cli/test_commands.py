@@ -23,7 +23,7 @@ from tests.simulations.commands import invoke, run
 
 @pytest.fixture
 def seen(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Arguments of the runs that commands would start."""
     calls = []
@@ -55,7 +55,7 @@ def test_simulate_has_at_most_fifteen_options_and_each_is_a_setting_or_of_the_ru
     assert RAY not in Experiment.model_fields
 
 
-def test_options_reach_the_run(seen: list[Any], tmp_path: Path) -> None:
+def test_options_reach_the_run(seen: Any, tmp_path: Path) -> None:
     given = (
         "--seeds 5,6 --strategies fedavg,aligned --workers 3 --set lr=0.5 --set "
         "ray=here:1"
@@ -102,7 +102,7 @@ def test_options_reach_the_run(seen: list[Any], tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_setting_is_named(
-    entries: list[str], said: str, seen: list[Any], tmp_path: Path
+    entries: Any, said: str, seen: Any, tmp_path: Path
 ) -> None:
     given = [part for entry in entries for part in ("--set", entry)]
     run("simulate", "--out", tmp_path / "o", "--rounds", 1, *given, code=2, says=said)
@@ -137,7 +137,7 @@ def test_errors_become_a_line_and_a_code(
     code: int,
     said: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -150,7 +150,7 @@ def test_errors_become_a_line_and_a_code(
 
 
 def test_the_command_is_noted_as_a_shell_takes_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     line = ["simulate", "--out", "my runs/a", "--set", "lora={r = 2}"]
     monkeypatch.setattr("sys.argv", ["/somewhere/fedrot", *line])

@@ -109,7 +109,7 @@ FOLDERS = {
 
 @pytest.mark.parametrize("name", [*FILES, *MODELS, *FOLDERS])
 def test_a_name_steers_no_terminal(
-    name: str, tmp_path: Path, capfd: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, capfd: Any, caplog: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
     prepare()

@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -35,7 +36,7 @@ def help_of(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
 def test_help_fits_a_screen_and_describes_everything(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: Any
 ) -> None:
     lines = help_of(name, monkeypatch)
     assert len(lines) <= 36
@@ -53,9 +54,7 @@ def test_help_fits_a_screen_and_describes_everything(
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_help_ends_with_examples_that_work(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_ends_with_examples_that_work(name: str, monkeypatch: Any) -> None:
     """Every option of an example exists and takes its value; nothing is run."""
     lines = [line.strip() for line in help_of(name, monkeypatch)]
     start = max(i for i, line in enumerate(lines) if line in ("Example:", "Examples:"))

@@ -164,9 +164,7 @@ def test_a_folder_with_splits_of_its_own(tmp_path: Path) -> None:
         )
 
 
-def test_folders_without_images_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_without_images_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "empty").mkdir()
     folder_of(tmp_path / "half", a=3, b=0)
     folder_of(tmp_path / "alone" / "train", a=3)
@@ -234,7 +232,7 @@ def test_a_pretrained_model_reads_its_own_size(
     processor: Any,
     expected: Any,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     settings = SimpleNamespace(model_type="mine", **fields)
     monkeypatch.setattr(pictures, "pretrained_settings", lambda _: settings)

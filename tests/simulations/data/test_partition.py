@@ -102,7 +102,7 @@ def test_key_classes_are_those_that_occur_and_get_no_more_than_an_equal_part() -
     ],
 )
 def test_values_of_a_column_are_clients_or_grouped_and_never_cut(
-    values: list[Any], clients: int, expected: list[list[int]]
+    values: Any, clients: int, expected: Any
 ) -> None:
     parts = split_clients(
         np.zeros(len(values), dtype=int), {"x": values}, "column:x", clients, 0
@@ -129,9 +129,7 @@ NAN = np.nan
         (np.array([-500.0, 500.0]), [0, 1000], " ".join(map(str, range(-500, 501)))),
     ],
 )
-def test_rows_count_under_one_class(
-    labels: np.ndarray, keys: list[int], names: str
-) -> None:
+def test_rows_count_under_one_class(labels: Any, keys: Any, names: str) -> None:
     found = partition_keys(labels, ("a", "b", "c"))
     assert (found[0].tolist(), found[0].dtype, found[1]) == (
         keys,

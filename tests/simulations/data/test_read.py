@@ -153,7 +153,7 @@ json_cells = (
 
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=5))
-def test_cells_of_text_files_are_their_texts(rows: list[tuple[str, str]]) -> None:
+def test_cells_of_text_files_are_their_texts(rows: Any) -> None:
     columns = {
         "text": [first for first, _ in rows],
         "other": [second for _, second in rows],
@@ -167,7 +167,7 @@ def test_cells_of_text_files_are_their_texts(rows: list[tuple[str, str]]) -> Non
 
 
 @given(st.lists(json_cells, min_size=1, max_size=5))
-def test_cells_of_json_keep_their_types(cells: list[Any]) -> None:
+def test_cells_of_json_keep_their_types(cells: Any) -> None:
     kinds = {type(cell) for cell in cells} - {type(None)}
     large = any(type(cell) is int and not -(2**63) <= cell < 2**63 for cell in cells)
     with TemporaryDirectory() as folder:
@@ -253,7 +253,7 @@ def test_where_data_are_found(
     name: str,
     expected: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     for file in files.split():
         write(tmp_path / "data" / file, text=[file])
@@ -272,7 +272,7 @@ def test_where_data_are_found(
 
 
 def test_bundled_data_are_found_before_a_folder_of_their_name_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "goemotions_ekman").mkdir()
@@ -314,7 +314,7 @@ def test_bundled_data_are_found_before_a_folder_of_their_name_here(
     ],
 )
 def test_what_is_not_found_is_told_without_a_network(
-    files: str, name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: str, name: str, message: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *_: pytest.fail("the hub was asked")
@@ -359,7 +359,7 @@ SPLITS = {
     [*((name, False) for name in SPLITS), ("three", True), ("no splits", True)],
 )
 def test_data_sets_of_the_hub_and_saved_ones(
-    name: str, saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, saved: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     sizes, expected = SPLITS[name]
     rows = {s: hub_rows(*TEXTS[: abs(n)], hidden=n < 0) for s, n in sizes.items()}
@@ -385,7 +385,7 @@ def test_data_sets_of_the_hub_and_saved_ones(
 
 
 def test_a_damaged_saved_data_set_and_a_hub_that_fails_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     hub_rows("a", "b").save_to_disk(tmp_path / "saved")
     next((tmp_path / "saved").glob("*.arrow")).write_bytes(b"x" * 99)
@@ -404,7 +404,7 @@ def test_a_damaged_saved_data_set_and_a_hub_that_fails_are_named(
         load_texts(chosen("owner/name"))
 
 
-def test_numbers_of_a_hub_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_a_hub_have_names(monkeypatch: Any) -> None:
     tags = datasets.List(datasets.ClassLabel(names=["O", "B-PER", "I-PER"]))
     kinds = {"tokens": datasets.List(datasets.Value("string")), "ner_tags": tags}
     rows = {"tokens": [["Anna", "is"]], "ner_tags": [[1, 0]]}

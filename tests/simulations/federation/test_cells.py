@@ -17,12 +17,12 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.federation.cells import CellRun, cells_of, run_cell, strategy_of
+from fedrot.simulations.federation.cells import CellRun, run_cell, strategy_of
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid
 from fedrot.simulations.models import build_model
-from fedrot.simulations.run_folder import FIELDS
-from fedrot.simulations.simulate import run_job
+from fedrot.simulations.run_folder import FIELDS, cells_of
+from fedrot.simulations.simulate import CellResult, run_job
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from tests.strategies.fakes import Client, FakeGrid, failure
@@ -132,7 +132,7 @@ Play = Callable[..., Played]
 
 
 @pytest.fixture
-def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+def play(tmp_path: Path, monkeypatch: Any) -> Play:
     """Return a function that runs all cells; training adds a hundredth per row to the
     head's bias.
     """
@@ -212,7 +212,7 @@ def test_a_client_trains_on_its_own_rows_with_seeds_of_its_own(play: Play) -> No
     ("nodes", "start"), [(node, "same"), (node, "scrambled"), (elsewhere, "different")]
 )
 def test_what_is_the_same_in_two_strategies_is_trained_once_if_they_share_files(
-    play: Play, nodes: Callable[[int], Client], start: str
+    play: Play, nodes: Any, start: str
 ) -> None:
     seeds = [
         t.seed
@@ -469,10 +469,9 @@ def test_cells_leave_no_model_behind(tmp_path: Path) -> None:
     logs = list[str]()
 
     def tell(said: Any) -> None:
-        if said[0] == "cell":
-            *_, log, failed = said
-            assert not failed
-            logs.append(log)
+        if isinstance(said, CellResult):
+            assert not said.failure
+            logs.append(said.log)
             held.append(
                 sum(o.numel() for o in gc.get_objects() if isinstance(o, torch.Tensor))
             )

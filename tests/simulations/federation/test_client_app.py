@@ -100,13 +100,13 @@ def ask(model: Mapping[str, Tensor], client: int = 0, **told: Any) -> State:
 
 
 @pytest.fixture
-def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
+def untrained(monkeypatch: Any) -> None:
     """Clients return what they start from."""
     monkeypatch.setattr(training, "train", lambda *_: 0.0)
 
 
 @pytest.fixture
-def trainings(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def trainings(monkeypatch: Any) -> list[float]:
     """Losses of all trainings, each another one, that leave their number in the
     head.
     """
@@ -153,7 +153,7 @@ def test_an_update_is_a_training_of_the_received_model(
     ],
 )
 def test_a_client_starts_from_a_model_of_its_own_only_where_it_is_to(
-    told: dict[str, Any], seed: int | None, task: Task, received: State
+    told: Any, seed: Any, task: Task, received: State
 ) -> None:
     own = (
         received
@@ -207,7 +207,7 @@ def test_statistics_are_of_the_update_on_the_clients_own_rows(
 
 @pytest.mark.usefixtures("untrained")
 def test_statistics_come_from_as_many_batches_as_asked_for(
-    task: Task, received: State, monkeypatch: pytest.MonkeyPatch
+    task: Task, received: State, monkeypatch: Any
 ) -> None:
     """What is asked for replaces the kind's own limit, which is smaller or larger."""
     seen = list[tuple[int, Any]]()
@@ -246,11 +246,11 @@ DECIDES = {
 
 @pytest.mark.parametrize(("change", "differs"), DECIDES.values(), ids=DECIDES)
 def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
-    change: dict[str, Any],
+    change: Any,
     differs: bool,
     received: State,
     tmp_path: Path,
-    trainings: list[float],
+    trainings: Any,
 ) -> None:
     def ask_for(client: int = 0, weight: float = 1.0, **told: Any) -> tuple[float, Any]:
         sent = {**received, "classifier.weight": received["classifier.weight"] * weight}
@@ -267,8 +267,8 @@ def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
 def test_later_rounds_share_trainings_while_the_folder_is_small(
     received: State,
     tmp_path: Path,
-    trainings: list[float],
-    monkeypatch: pytest.MonkeyPatch,
+    trainings: Any,
+    monkeypatch: Any,
 ) -> None:
     def numbers(
         client: int, server_round: int, cache: str = str(tmp_path)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def test_a_partition_that_no_node_has_is_refused() -> None:
         OrderedGrid(FakeGrid({7: client(0), 8: client(1)}), 1)
 
 
-def test_nodes_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_are_awaited(monkeypatch: Any) -> None:
     slow = FakeGrid({node: client(partition) for partition, node in enumerate(NODES)})
     there = [*slow.nodes.items()]
     slow.nodes.clear()

@@ -52,9 +52,7 @@ def play(out: Path, nodes: int = 2, **changes: Any) -> None:
         server_app.main(local_clients(client_app.app, nodes), context)
 
 
-def test_a_folder_is_continued_as_by_simulate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_continued_as_by_simulate(tmp_path: Path, monkeypatch: Any) -> None:
     out = tmp_path / "run"
     real = RUNS["head_only"]
 
@@ -96,10 +94,10 @@ def test_a_folder_is_continued_as_by_simulate(
 )
 def test_what_is_wrong_is_refused_before_anything_is_written(
     out: Path,
-    changes: dict[str, Any],
+    changes: Any,
     said: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, OSError, RuntimeError), match=said):
@@ -127,7 +125,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def flower_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def flower_home(tmp_path_factory: Any) -> Iterator[Path]:
     """A Flower home of its own, whose superlink is stopped afterwards."""
     home = tmp_path_factory.mktemp("flower")
     (home / "config.toml").write_text(
@@ -147,7 +145,7 @@ def flower_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def served(flower_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def served(flower_home: Path, tmp_path_factory: Any) -> Path:
     """One run of three strategies: ``fedrot flower-app`` and ``flwr run``, with Ray."""
     folder = tmp_path_factory.mktemp("engine")
     ports = [*map(str, free_ports(2))]

@@ -55,7 +55,7 @@ def opened(
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(tmp_path_factory: Any) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     rows = [group(n, "ffn", 0, 0.4, found=0.8, chance=0.2) for n in (1, 2)]
     write_lines(
@@ -77,7 +77,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
 @pytest.mark.parametrize("name", ["run", "hostile", "strategy"])
 def test_nothing_scrolls_sideways(
-    name: str, width: int, scheme: Any, pages: dict[str, Path]
+    name: str, width: int, scheme: Any, pages: Any
 ) -> None:
     with opened(pages[name], width, scheme) as page:
         found = page.evaluate(MEASURE)

@@ -77,9 +77,7 @@ def test_lines_are_means_over_seeds_with_a_band_of_the_interval() -> None:
 @pytest.mark.parametrize(
     ("values", "scale"), [((900.0, 3.0), "log"), ((math.nan,) * 2, "linear")]
 )
-def test_perplexities_have_a_logarithmic_axis(
-    values: tuple[float, ...], scale: str
-) -> None:
+def test_perplexities_have_a_logarithmic_axis(values: Any, scale: str) -> None:
     rows = levels("fedavg", {"perplexity": values})
     assert (
         plots.curves_plot(rows, "perplexity", ["fedavg"]).axes[0].get_yscale() == scale

@@ -137,7 +137,7 @@ def test_fields_are_compared_by_what_they_say(how: str, tmp_path: Path) -> None:
 
 
 def test_old_files_lack_fields_and_a_base_has_several_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     a = saved(tmp_path / "a", 1, lora_alpha=8)
     b = saved(tmp_path / "b", 2, lora_alpha=8)

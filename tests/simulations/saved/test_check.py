@@ -62,7 +62,7 @@ def test_parts(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_does_not_take_up_the_gain_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     """A residual stream that can be rotated is rotated, too."""
 

@@ -134,7 +134,7 @@ def test_shards_and_pickles_are_read_and_the_rest_is_as_in_the_first_model(
 
 @pytest.mark.parametrize("stage", ["no path", "merging", "writing", "renaming"])
 def test_nothing_is_left_without_a_path_or_when_it_fails(
-    stage: str, pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: str, pair: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     def fail(*_: object, **__: object) -> Any:
         raise OSError("out of luck")
@@ -156,9 +156,7 @@ def test_nothing_is_left_without_a_path_or_when_it_fails(
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
 
 
-def test_values_beyond_the_dtype_are_refused(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_values_beyond_the_dtype_are_refused(pair: Any, tmp_path: Path) -> None:
     saved(model_of("bert-classifier").half(), pair[0])
     change(
         pair[1], lambda tensors: {**tensors, "classifier.bias": torch.full((3,), 1e6)}

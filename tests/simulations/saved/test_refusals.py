@@ -65,7 +65,7 @@ FIELDS = [
 
 @pytest.mark.parametrize(("name", "changes", "field"), FIELDS)
 def test_a_field_that_changes_outputs_is_named_with_both_values_and_may_be_allowed(
-    name: str, changes: dict[str, Any], field: str, tmp_path: Path
+    name: str, changes: Any, field: str, tmp_path: Path
 ) -> None:
     a, b = pair(name, tmp_path)
     configure(b, **changes)

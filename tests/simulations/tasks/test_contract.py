@@ -45,7 +45,7 @@ METRICS = {
 
 
 @pytest.fixture(params=METRICS)
-def case(request: pytest.FixtureRequest) -> str:
+def case(request: Any) -> str:
     return str(request.param)
 
 
@@ -135,7 +135,7 @@ def test_an_evaluation_is_the_mean_over_rows_one_by_one(case: str, task: Task) -
 
 
 def test_training_learns_with_the_same_bits_for_a_seed(
-    task: Task, monkeypatch: pytest.MonkeyPatch
+    task: Task, monkeypatch: Any
 ) -> None:
     longer = replace(task, experiment=task.experiment.model_copy(update={"lr": 5e-3}))
     rows = np.arange(len(task.train))
@@ -155,7 +155,7 @@ def test_training_learns_with_the_same_bits_for_a_seed(
     loss, state, found = trained(3)
     assert found["loss"] < fresh["loss"]
     note = lambda cost: noted[torch.is_inference_mode_enabled()].append(cost)  # noqa: E731
-    monkeypatch.setattr(training, "on_rows", note)
+    monkeypatch.setattr(training, "ON_ROWS", [note])
     again, same, equal = trained(3)
     # Notes change nothing: of the rows of each step, then of a part of those of each
     # batch.
@@ -185,7 +185,7 @@ def test_a_diverged_model_and_no_rows_have_no_scores(task: Task) -> None:
 
 
 def test_a_trial_runs_the_longest_rows_and_trains_nothing(
-    task: Task, monkeypatch: pytest.MonkeyPatch
+    task: Task, monkeypatch: Any
 ) -> None:
     model, batch, tried = model_for(task), task.objective.batch, list[Any]()
 
@@ -213,7 +213,7 @@ def test_a_trial_runs_the_longest_rows_and_trains_nothing(
     ("split", "said"), [("train", "training"), ("test", "held-out")]
 )
 def test_data_without_anything_to_predict_are_refused(
-    split: str, said: str, monkeypatch: pytest.MonkeyPatch
+    split: str, said: str, monkeypatch: Any
 ) -> None:
     task = task_for("clm gpt2")
     kept = getattr(task, split)

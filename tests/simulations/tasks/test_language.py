@@ -74,7 +74,7 @@ def test_fifteen_per_cent_are_hidden_as_bert_does_it(task: Task) -> None:
 
 @pytest.mark.parametrize("seed", [0, None])
 def test_at_least_one_token_is_hidden_and_no_special_one_or_padding(
-    task: Task, seed: int | None
+    task: Task, seed: Any
 ) -> None:
     # [CLS] a [UNK] [SEP], and a mask in the text itself; padding is an ordinary token
     # here.
@@ -140,7 +140,7 @@ def test_accuracy_is_the_share_of_hidden_tokens_and_a_hopeless_perplexity_infini
     ],
 )
 def test_rows_with_nothing_to_predict_are_passed_over(
-    name: str, ids: Any, usable: list[int]
+    name: str, ids: Any, usable: Any
 ) -> None:
     task = task_for(name)
     encoded = encoded_of(ids)
@@ -174,9 +174,7 @@ def test_the_token_that_ends_a_text_is_predicted_where_it_is_that_of_padding_too
 
 
 @pytest.mark.parametrize("mask", ["[MASK]", "<mask>", "<none>"])
-def test_mask_tokens_by_family(
-    mask: str, task: Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mask_tokens_by_family(mask: str, task: Task, monkeypatch: Any) -> None:
     tokenizer = Tokenizer(
         models.WordLevel({"a": 0, "<s>": 1, mask: 7, "b": 6000}, unk_token="a")
     )

@@ -33,7 +33,7 @@ def changed(task: Task, **fields: Any) -> Task:
 
 
 @pytest.fixture
-def seen(task: Task, monkeypatch: pytest.MonkeyPatch) -> Seen:
+def seen(task: Task, monkeypatch: Any) -> Seen:
     """Return a function from epochs and seed to the rows of every step of a training on
     70 rows.
     """
@@ -78,7 +78,7 @@ def test_an_epoch_sees_every_row_once_and_a_part_is_its_first_steps(
 
 
 def test_the_loss_of_a_training_is_that_of_its_last_epoch(
-    task: Task, monkeypatch: pytest.MonkeyPatch
+    task: Task, monkeypatch: Any
 ) -> None:
     def counted(_: object, model: Any, __: object) -> torch.Tensor:
         assert model.training

@@ -104,7 +104,7 @@ def test_forms_of_batches_and_precisions_on_the_wire() -> None:
 
 
 @pytest.mark.parametrize(("most", "expected"), [(3, 3), (None, 100), (102, 102)])
-def test_the_number_of_batches_is_bounded(most: int | None, expected: int) -> None:
+def test_the_number_of_batches_is_bounded(most: Any, expected: int) -> None:
     rows = Counted(one_row_each(110))
     added(rows=rows, max_batches=most)
     assert rows.read == expected
@@ -180,7 +180,7 @@ def test_a_tensor_that_only_the_received_model_has_may_have_statistics() -> None
     assert add_statistics(content(changed), request(), model(), batches(0)) == ("gram",)
 
 
-def test_a_kind_of_ones_own_is_collected_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kind_of_ones_own_is_collected_too(monkeypatch: Any) -> None:
     def collect(model: torch.nn.Module, rows: Iterable[Mapping[str, Tensor]]) -> Any:
         count = float(sum(len(row["input_ids"]) for row in rows))
         return {"rows": {"classifier.bias": torch.tensor([count])}}
@@ -227,9 +227,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("given", "word"), REFUSED)
-def test_mistakes_are_refused_and_change_nothing(
-    given: dict[str, Any], word: str
-) -> None:
+def test_mistakes_are_refused_and_change_nothing(given: Any, word: str) -> None:
     good = {
         "content": content(),
         "message": request(),

@@ -246,7 +246,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("reason", BROKEN)
 def test_what_is_no_update_leaves_unchanged_with_a_warning(
-    reason: str, warnings: Callable[[], str]
+    reason: str, warnings: Any
 ) -> None:
     sent = []
 
@@ -260,7 +260,7 @@ def test_what_is_no_update_leaves_unchanged_with_a_warning(
 
 
 def test_a_message_with_several_models_is_left_alone(
-    warnings: Callable[[], str],
+    warnings: Any,
 ) -> None:
     message = instruction()
     message.content["more"] = ArrayRecord(BASE)
@@ -383,7 +383,7 @@ def sends_nameless(update: State) -> Train:
 @pytest.mark.parametrize("secure", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_tensors_without_names_take_them_from_the_symmetry(
-    dtype: torch.dtype, secure: bool
+    dtype: Any, secure: bool
 ) -> None:
     base = {k: v.to(dtype) for k, v in BASE.items()}
     answer = answered(sends_nameless(UPDATE), align_mod(SYMMETRY), legacy(base, secure))
@@ -437,7 +437,7 @@ def test_what_cannot_go_on_says_so_at_the_client(
 
 
 def test_without_secure_aggregation_the_same_is_sent(
-    warnings: Callable[[], str],
+    warnings: Any,
 ) -> None:
     answered(sends_nameless(FEWER), NAMELESS, legacy())
     assert "tensors without names" in warnings()

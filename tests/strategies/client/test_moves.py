@@ -301,7 +301,7 @@ def element_read(kind: Action, element: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "beside"), BESIDE)
 def test_elements_are_read_as_they_were_sent_and_what_is_beside_them_is_refused(
-    kind: Action, beside: list[Edit]
+    kind: Action, beside: Any
 ) -> None:
     for element in [
         kind.random(torch.Generator().manual_seed(seed)) for seed in range(5)
@@ -323,7 +323,7 @@ def strategy(**given: Any) -> FedRot:
 
 @pytest.mark.parametrize("most", [True, False], ids=["most", "one"])
 def test_a_round_matched_by_its_clients_keeps_the_function(
-    most: bool, warnings: Callable[[], str]
+    most: bool, warnings: Any
 ) -> None:
     sent = [permuted(BASE, i) if most or i == 1 else BASE for i in range(3)]
     grid = grid_of([client()] * 3)
@@ -411,7 +411,7 @@ class Chatty(FakeGrid):
         return [stranger, in_its_name, *answers, *map(nothing_moved, asked), stranger]
 
 
-def test_the_first_answer_of_who_was_asked_counts(warnings: Callable[[], str]) -> None:
+def test_the_first_answer_of_who_was_asked_counts(warnings: Any) -> None:
     sent = [BASE, OTHER, BASE]
     nodes = [client()] * 3
     expected, before = aggregated(strategy(alignment=GLOBAL), BASE, sent, nodes=nodes)
@@ -454,7 +454,7 @@ def matched_at_the_server(model: Any) -> ArrayRecord:
 
 @pytest.mark.parametrize("case", BAD_NODES)
 def test_after_a_bad_answer_the_reply_is_matched_at_the_server(
-    case: str, warnings: Callable[[], str]
+    case: str, warnings: Any
 ) -> None:
     model = build if case == "failed" else None
     kind = Silent if case == "silent" else FakeGrid

@@ -29,7 +29,6 @@ from tests.strategies.fitting.classifiers import (
     KINDS,
     SINGLE,
     Answer,
-    Rows,
     as_predicted,
     edited,
 )
@@ -37,7 +36,7 @@ from tests.strategies.fitting.classifiers import (
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_head_is_that_of_one_place_at_the_best_temperature(
-    name: str, warnings: Callable[[], str]
+    name: str, warnings: Any
 ) -> None:
     """Clients' adapters may have smaller ranks: features are those of the server's."""
     kind = KINDS[name]
@@ -80,7 +79,7 @@ def test_a_temperature_is_explained(temperature: float, word: str) -> None:
 
 
 def test_a_head_that_is_worse_on_held_out_rows_is_not_taken(
-    caplog: pytest.LogCaptureFixture,
+    caplog: Any,
 ) -> None:
     pairs = (
         (SINGLE.rows(seed), as_predicted(SINGLE.rows(10 + seed, 30)))
@@ -183,7 +182,7 @@ CASES = [("single", what) for what in BAD] + [
 
 @pytest.mark.parametrize(("name", "what"), CASES)
 def test_an_answer_that_is_none_is_left_out_and_named(
-    name: str, what: str, warnings: Callable[[], str]
+    name: str, what: str, warnings: Any
 ) -> None:
     """The head is that without the client; of its rows those count about which it says
     nothing bad.
@@ -219,9 +218,7 @@ def test_an_answer_that_is_none_is_left_out_and_named(
     ids=["none", "unlabelled", "misnamed"],
 )
 @pytest.mark.parametrize("place", [0, 1], ids=["training", "held-out"])
-def test_a_client_may_lack_rows_of_one_kind(
-    place: int, spoil: Callable[[Rows], Any]
-) -> None:
+def test_a_client_may_lack_rows_of_one_kind(place: int, spoil: Any) -> None:
     """The rows of the other kind count; nobody asks for those that it lacks."""
     pair = [SINGLE.rows(1, 30), SINGLE.rows(2, 30)]
     pair[place] = spoil(pair[place])
@@ -241,7 +238,7 @@ def test_a_client_may_lack_rows_of_one_kind(
 
 
 def test_a_head_that_cannot_be_fitted_stays_as_it_is(
-    warnings: Callable[[], str],
+    warnings: Any,
 ) -> None:
     one_class = {**SINGLE.rows(0), "labels": torch.zeros(80, dtype=torch.int64)}
     for training in (one_class, None):
@@ -263,9 +260,7 @@ def test_a_head_that_cannot_be_fitted_stays_as_it_is(
         ([], {"task_head": "elsewhere"}, "no layer 'elsewhere'"),
     ],
 )
-def test_what_gives_no_head_is_an_error(
-    clients: list[Client], given: Any, word: str
-) -> None:
+def test_what_gives_no_head_is_an_error(clients: Any, given: Any, word: str) -> None:
     with pytest.raises(fedrot.FedrotError, match=word):
         SINGLE.fitted(clients, **given)
     if given:

@@ -215,7 +215,7 @@ def test_only_models_of_runs_long_ago_are_deleted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["lost", "damaged", "never kept"])
 def test_lost_and_damaged_files_and_full_disks_cost_only_bytes(
-    what: str, tmp_path: Path, warnings: Callable[[], str]
+    what: str, tmp_path: Path, warnings: Any
 ) -> None:
     notes = []
     folder = tmp_path / "folder"
@@ -243,7 +243,7 @@ def test_lost_and_damaged_files_and_full_disks_cost_only_bytes(
 
 
 def test_clients_that_always_lack_the_model_are_left_out(
-    warnings: Callable[[], str],
+    warnings: Any,
 ) -> None:
     def lacking(message: Message) -> Message | None:
         (config,) = message.content.config_records.values()
@@ -288,7 +288,7 @@ LEARNERS = [learner(index) for index in range(3)]
     [{"alignment": None, "aggregation": "mean", "fit_head": HEAD}, {}],
     ids=["a mean, named head", "aligned"],
 )
-def test_every_round_ends_with_the_best_of_three_models(given: dict[str, Any]) -> None:
+def test_every_round_ends_with_the_best_of_three_models(given: Any) -> None:
     """The oracle: rounds without the argument, one at a time, and ``fit_task_head`` for
     each body.
     """
@@ -371,7 +371,7 @@ def test_adapters_are_never_worse_over_rounds(method: str) -> None:
 
 
 def test_a_later_round_without_answers_keeps_its_head(
-    warnings: Callable[[], str],
+    warnings: Any,
 ) -> None:
     def once(node: Client) -> Client:
         asked = []
@@ -466,7 +466,7 @@ def of_precision(index: int, dtype: torch.dtype | None = None) -> Client:
     [(torch.bfloat16, None), (torch.float64, None), (None, torch.bfloat16)],
 )
 def test_models_travel_in_the_wires_precision_and_keep_their_own_and_their_ties(
-    dtype: torch.dtype | None, wire: torch.dtype | None
+    dtype: Any, wire: Any
 ) -> None:
     tensors = {
         name: tensor.to(dtype or torch.float32)

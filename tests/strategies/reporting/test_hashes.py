@@ -144,7 +144,7 @@ def test_rows_name_what_was_averaged_as_it_was_received(
 
 
 def test_without_a_new_model_no_update_is_named_and_hashes_are_an_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     file = tmp_path / "rows.jsonl"
     server = Server(min_replies=4)
@@ -211,7 +211,7 @@ def test_checkpoints_of_a_resumed_run_are_those_of_its_rows_and_no_others(
 
 
 def test_a_model_file_with_other_tensors_than_a_run_would_load_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     with monkeypatch.context() as patch:  # so that all digests fit
         patch.setattr(

@@ -61,7 +61,7 @@ def stages_of(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("strategy", [FedRot, AlignedFedAdam])
 def test_every_round_and_stage_has_one_row_that_is_there_when_its_stage_ends(
-    strategy: type[Aligned], tmp_path: Path
+    strategy: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "deep" / "rows.jsonl"
     seen = []

@@ -213,7 +213,7 @@ SENTENCES = [
 
 @pytest.mark.parametrize(("reports", "about", "sentence"), SENTENCES)
 def test_the_verdict_on_other_bases_and_rounds_without_a_model(
-    reports: list[AlignmentReport], about: dict[str, Any], sentence: str
+    reports: Any, about: Any, sentence: str
 ) -> None:
     assert found(*reports, **about) == sentence
 
@@ -315,7 +315,7 @@ def test_a_round_ends_with_its_verdict_and_a_run_with_its_sum_also_a_resumed_one
     assert lines.count(after[:-1]) == 1
 
 
-def test_noise_is_averaged_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_noise_is_averaged_as_it_is(caplog: Any) -> None:
     caplog.set_level(logging.INFO)
     updates = [near(state(), 0.02, client) for client in range(3)]
     lines = lines_of(caplog, FedRot(SYMMETRY, fraction_evaluate=0.0), updates, 2)
@@ -337,12 +337,12 @@ def test_noise_is_averaged_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_a_first_round_without_moves_says_what_to_do(
-    caplog: pytest.LogCaptureFixture,
+    caplog: Any,
     fits: bool,
     moved: int,
     number: int,
     lost: str,
-    added: list[str],
+    added: Any,
 ) -> None:
     caplog.set_level(logging.INFO)
     reports = [(0, report(*rows("attention", 0.1, moved=moved)))]
@@ -351,7 +351,7 @@ def test_a_first_round_without_moves_says_what_to_do(
 
 
 def test_a_second_run_of_a_strategy_tells_of_its_own_rounds(
-    caplog: pytest.LogCaptureFixture,
+    caplog: Any,
 ) -> None:
     caplog.set_level(logging.INFO)
     strategy = FedRot(SYMMETRY, fraction_evaluate=0.0)

@@ -98,7 +98,7 @@ def test_an_array_that_cannot_be_decoded_is_named(tmp_path: Path, array: Array) 
 
 
 def test_the_page_about_checkpoints_loads_the_newest_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Tied tensors and bfloat16 included: every name has its values."""
     text = (Path(__file__).parents[3] / "docs/how-to/checkpoints.md").read_text(
@@ -332,7 +332,7 @@ DAMAGES = [
 def test_a_damaged_one_is_reported_and_the_one_before_it_used(
     tmp_path: Path,
     warnings: Any,
-    damage: Callable[[Path], None],
+    damage: Any,
     name: str,
     newest: int,
 ) -> None:
@@ -370,7 +370,7 @@ def test_a_damaged_one_is_written_anew_and_never_counts_as_kept(tmp_path: Path) 
 
 
 def test_another_format_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], str]
+    tmp_path: Path, monkeypatch: Any, warnings: Any
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("fedrot.strategies.resume.checkpoints._FORMAT", 99)
@@ -412,7 +412,7 @@ def _pipe(path: Path, target: Path) -> None:
     ],
 )
 def test_something_else_under_a_name_of_ours_is_an_error_at_the_start_and_stays(
-    tmp_path: Path, name: str, put: Callable[[Path, Path], None], target: str
+    tmp_path: Path, name: str, put: Any, target: str
 ) -> None:
     (tmp_path / "file").write_text("precious")
     (tmp_path / "folder").mkdir()
@@ -515,7 +515,7 @@ def test_a_disk_that_is_full_from_the_start_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_read_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: Any, tmp_path: Path
 ) -> None:
     save(tmp_path, 1)
 
@@ -529,7 +529,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(
 
 @pytest.mark.parametrize("operation", ["", "mkdir", "fsync", "replace"])
 def test_a_write_that_fails_ends_the_run_and_leaves_the_others_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+    tmp_path: Path, monkeypatch: Any, operation: str
 ) -> None:
     """An operation of the file system fails, or the disk is full."""
     save(tmp_path, 1)
@@ -582,7 +582,7 @@ def operations(tmp_path: Path, monkeypatch: Any) -> list[tuple[str, str]]:
 
 
 def test_a_checkpoint_is_on_disk_before_it_has_a_name_and_that_before_older_ones_go(
-    tmp_path: Path, operations: list[tuple[str, str]]
+    tmp_path: Path, operations: Any
 ) -> None:
     save(tmp_path / "run", 6, keep=1)
     operations.clear()

@@ -21,7 +21,7 @@ from tests.strategies.resume.folders import result_of, round_of, run_state, save
 
 @pytest.fixture(scope="module")
 def undisturbed(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory: Any,
 ) -> tuple[str, dict[str, float]]:
     """Return how a run ends that nobody kills, and when it reaches each mark."""
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -52,7 +52,7 @@ KILLS = [
 
 @pytest.mark.parametrize("kills", KILLS)
 def test_a_killed_run_ends_as_one_that_nobody_kills(
-    tmp_path: Path, undisturbed: Any, kills: list[tuple[str, str, float]]
+    tmp_path: Path, undisturbed: Any, kills: Any
 ) -> None:
     expected, times = undisturbed
     playing = partial(play, tmp_path)

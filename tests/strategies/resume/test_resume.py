@@ -495,7 +495,7 @@ class Told(FedAvg):
 #: The rounds before a run; 0 if it was killed in the first one.
 @pytest.mark.parametrize("before", [None, 0, 2, ROUNDS])
 def test_the_strategy_is_told_after_which_round_it_goes_on(
-    tmp_path: Path, before: int | None
+    tmp_path: Path, before: Any
 ) -> None:
     if before:
         play(Told(), tmp_path, before)

@@ -275,7 +275,7 @@ class FedRotInspecting(FedRot, Inspecting):
 
 @ALIGN
 def test_statistics_never_reach_the_strategy_behind_and_who_uses_none_says_so(
-    alignment: Any, warnings: Callable[[], str]
+    alignment: Any, warnings: Any
 ) -> None:
     behind = FedRotInspecting(CONFIG, alignment=alignment, aggregation=RegMean)
     play(behind, honest())
@@ -380,7 +380,7 @@ NO_MODEL = {
 
 @pytest.mark.parametrize("name", NO_MODEL)
 def test_a_result_that_is_not_finite_leaves_the_model_as_it_was(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, tmp_path: Path, caplog: Any
 ) -> None:
     logging.getLogger("flwr").propagate = True
     caplog.set_level(logging.INFO)
@@ -459,7 +459,7 @@ ROTATING = [
     ],
 )
 def test_an_aggregation_that_cannot_work_is_refused_at_once(
-    given: dict[str, Any], words: str
+    given: Any, words: str
 ) -> None:
     with pytest.raises(fedrot.FedrotError, match=words):
         FedRot(CONFIG, **given)
@@ -473,7 +473,7 @@ def test_an_aggregation_that_cannot_work_is_refused_at_once(
         {"alignment": PERMUTATIONS, "other_basis": OtherBasis(options=SHUFFLED)},
     ],
 )
-def test_fisher_follows_permutations(given: dict[str, Any]) -> None:
+def test_fisher_follows_permutations(given: Any) -> None:
     FedRot(CONFIG, aggregation=Fisher, **given)
 
 
@@ -489,7 +489,7 @@ def test_a_privacy_wrapper_around_an_aggregation_is_refused() -> None:
 
 
 def test_the_aggregation_and_the_statistic_of_the_page_work_in_rounds(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
     monkeypatch.setattr(kinds, "STATISTIC_KINDS", dict(kinds.STATISTIC_KINDS))

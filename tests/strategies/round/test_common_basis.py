@@ -128,7 +128,7 @@ def test_every_client_receives_its_own_model_and_the_mean_of_the_others() -> Non
 
 @pytest.mark.parametrize("canonical", [None, False], ids=["rotated", "permuted"])
 def test_clients_learn_the_stream_where_it_is_rotated_and_updates_keep_their_functions(
-    canonical: bool | None,
+    canonical: Any,
 ) -> None:
     """A stream that is permuted stays in its order."""
     found = set()

@@ -116,7 +116,7 @@ def test_replies_of_another_basis_are_matched_there_too() -> None:
     [(RegMean, grams, fedrot.AlignmentOptions()), (Fisher, fishers, PERMUTATIONS)],
 )
 def test_statistics_go_to_the_device_too(
-    aggregation: Any, collect: Any, options: fedrot.AlignmentOptions
+    aggregation: Any, collect: Any, options: Any
 ) -> None:
     clients = scrambled(honest(collect), collect, options.parts)
     wanted, found = _both(

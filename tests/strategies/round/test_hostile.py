@@ -261,7 +261,7 @@ def test_whatever_fails_drops_the_update_that_causes_it_and_not_the_round(
 
 
 def test_what_no_client_can_cause_ends_the_round(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     for error in (SymmetryError("no solver"), MemoryError()):
 
@@ -278,7 +278,7 @@ FORGED = "first\n\x1b[31msecond " * 50_000
 
 @pytest.mark.parametrize("fault", ["error", "name"])
 def test_an_answer_to_a_request_for_matching_is_one_line(
-    fault: str, caplog: pytest.LogCaptureFixture
+    fault: str, caplog: Any
 ) -> None:
     def answer(message: Message) -> Message:
         if fault == "error":

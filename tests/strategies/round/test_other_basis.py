@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +67,7 @@ def mean(sent: Iterable[tuple[Mapping[str, Tensor], float]]) -> State:
     ("alignment", "others"), [(GLOBAL, BY_PROBES), (RUNNING, BY_WEIGHTS)]
 )
 def test_permuted_copies_of_one_model_average_to_its_function(
-    alignment: Any, others: OtherBasis, warnings: Callable[[], str]
+    alignment: Any, others: OtherBasis, warnings: Any
 ) -> None:
     base = state()
     other = state(3)
@@ -178,7 +178,7 @@ class Peeking(BertForSequenceClassification):
     ids=["peeking", "bare"],
 )
 def test_a_model_that_cannot_be_matched_as_a_whole_is_refused_before_clients_train(
-    name: str, model: Callable[[], nn.Module], reason: str
+    name: str, model: Any, reason: str
 ) -> None:
     strategy = FedRot(config_of(name), other_basis=OtherBasis(model=model))
     for _ in range(2):

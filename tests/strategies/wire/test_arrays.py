@@ -127,9 +127,7 @@ EVERY = settings(
 
 @given(st.lists(tensors(), max_size=4), st.booleans())
 @EVERY
-def test_tensors_arrive_with_the_same_bits(
-    values: list[Tensor], writable: bool
-) -> None:
+def test_tensors_arrive_with_the_same_bits(values: Any, writable: bool) -> None:
     given_ = {f"t{i}": value for i, value in enumerate(values)}
     found = from_arrays(through_the_wire(to_arrays(given_)), writable=writable)
     assert list(found) == list(given_)
@@ -138,7 +136,7 @@ def test_tensors_arrive_with_the_same_bits(
 
 @given(tensors(), st.sampled_from(PRECISIONS))
 @EVERY
-def test_precision_is_changed_on_floats_only(value: Tensor, dtype: torch.dtype) -> None:
+def test_precision_is_changed_on_floats_only(value: Tensor, dtype: Any) -> None:
     found = from_arrays(to_arrays({"w": value}, dtype))["w"]
     expected = value.contiguous().to(dtype) if value.is_floating_point() else value
     # How a cast writes NaN depends on where in memory it is.
@@ -163,7 +161,7 @@ def test_flower_reads_what_numpy_has_and_its_own_arrays_are_read(value: Tensor) 
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_tied_embeddings_travel_once(dtype: torch.dtype | None) -> None:
+def test_tied_embeddings_travel_once(dtype: Any) -> None:
     model = build_tied()
     tied = model.state_dict()
     apart = {name: value.clone() for name, value in tied.items()}

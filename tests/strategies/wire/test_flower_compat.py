@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,6 @@ from flwr.serverapp.strategy import (
     FedAvg,
     FedYogi,
     QFedAvg,
-    Strategy,
 )
 from flwr.supercore import differential_privacy
 from flwr.supercore.task_identity import TaskIdentity
@@ -85,7 +84,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_what_is_changed_inside_a_block_is_flowers_again_behind_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: Any
 ) -> None:
     block, read, right = BLOCKS[name]
     for value, attribute in enumerate(IDENTITY, start=5):
@@ -116,7 +115,7 @@ NOISE = {"noise_multiplier": 0.1, "num_sampled_clients": 2}
         ),
     ],
 )
-def test_attributes_that_are_set_anew_are_there(build: Callable[[], Strategy]) -> None:
+def test_attributes_that_are_set_anew_are_there(build: Any) -> None:
     strategy = build()
     assert transient_attributes(strategy) == {"current_arrays"}
     assert "current_arrays" in vars(strategy)
@@ -153,7 +152,7 @@ class Malformed(FakeGrid):
     "error", [ValueError, KeyError, AssertionError, DecodeError, OSError]
 )
 def test_a_reply_that_cannot_be_decoded_is_an_error_reply_of_its_node(
-    error: type[Exception],
+    error: Any,
 ) -> None:
     grid = Malformed({7: failure})
     grid.error = error

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from flwr.app import ArrayRecord, Message, RecordDict
@@ -98,7 +99,7 @@ def test_who_does_not_answer_in_time_is_left_out() -> None:
     ("looks", "timeout", "uses"), [((1, 1, 1), 0.2, 3), ((1, 2, 2), 0.1, 1)]
 )
 def test_what_arrives_in_time_while_another_reply_is_used_is_taken(
-    looks: tuple[int, ...], timeout: float, uses: int
+    looks: Any, timeout: float, uses: int
 ) -> None:
     """Though using that one takes until time is up: there is a last look."""
     slow = Slow(*looks)

@@ -101,7 +101,7 @@ def test_the_record_holds_values_not_views_of_the_clients_tensors() -> None:
     "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 )
 def test_other_precisions_shapes_and_layouts_arrive_in_float32(
-    dtype: torch.dtype, wire: torch.dtype
+    dtype: Any, wire: Any
 ) -> None:
     value = gram(6).to(dtype)[:, ::2].T
     given = {
@@ -177,7 +177,7 @@ def test_what_cannot_be_read_is_named(key: str, array: Array, problem: str) -> N
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_one_array_under_many_names_is_decoded_once(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: Any, monkeypatch: Any
 ) -> None:
     """Torch's memory is not traced: each decoded array of bfloat16 takes twice its
     bytes.
@@ -230,7 +230,7 @@ LONG = "x" * 70_000
     ids=["numbers", "bytes", "texts", "key", "name"],
 )
 def test_a_large_configuration_is_left_out_whatever_makes_it_large(
-    name: str, values: dict[str, Any]
+    name: str, values: Any
 ) -> None:
     small = ConfigRecord({"partition-id": 3})
     content = RecordDict({"client": small, name: ConfigRecord(values)})

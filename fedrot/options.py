@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fedrot.errors import FedrotError
-from fedrot.symmetry.groups import DEFAULT_PARTS, PARTS, WHOLE_MODEL, Symmetry
+from fedrot.symmetry.groups import DEFAULT_PARTS, PARTS, WHOLE_MODEL, Group, Symmetry
 
 #: Groups that may act inside heads.
 WITHIN_HEADS = ("rotation", "permutation")
@@ -125,6 +125,10 @@ class AlignmentOptions:
     def may_be_canonical(self) -> bool:
         """False if these options bring no model to canonical form."""
         return "residual" in self.parts if self.canonical is None else self.canonical
+
+    def groups(self, symmetry: Symmetry) -> tuple[Group, ...]:
+        """Return a model's groups of the chosen parts and layers."""
+        return symmetry.select(self.parts, self.layer_indices(symmetry.layers))
 
     def layer_indices(self, count: int) -> tuple[int, ...]:
         """Return the chosen layers of a model with ``count`` layers."""

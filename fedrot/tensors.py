@@ -55,6 +55,10 @@ def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
     return torch.stack([matrix[i : i + size, i : i + size] for i in starts])
 
 
+#: A device, or its name.
+Device = torch.device | str
+
+
 class Shaped(Protocol):
     """A tensor, or a tensor that is not decoded yet."""
 
@@ -187,7 +191,7 @@ def widened(tensors: Tensors) -> TensorDict:
     }
 
 
-def checked_device(device: torch.device | str) -> torch.device:
+def checked_device(device: Device) -> torch.device:
     """Return the device; raise ``FedrotError`` if tensors cannot be put on it."""
     try:
         checked = torch.device(device)

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fedrot.tensors import Shape
+from fedrot.tensors import Shape, identity
 
 
 class Action(Protocol):
@@ -240,8 +240,7 @@ class HeadRotation(InsideHeads):
 
 def _beyond_identity(matrices: Tensor) -> Tensor:
     """Return the absolute differences to the identity."""
-    eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
-    return (matrices - eye).abs()
+    return (matrices - identity(matrices)).abs()
 
 
 def is_real(element: Tensor, shape: Shape) -> bool:

@@ -98,7 +98,7 @@ class Standing:
         values: metrics of the global model on the test rows, [seeds, metrics].
         worst: the headline metric of the worst client on its held-out rows, mean over
             seeds.
-        traffic, requests: bytes of all messages and their number, mean over seeds. NaN
+        megabytes, requests: size of all messages and their number, mean over seeds. NaN
             if unknown.
         against: metric -> difference from the reference.
         judgement: better, worse, mixed (both, by metric), same, diverged or undecided.
@@ -108,7 +108,7 @@ class Standing:
     about: Row
     values: DataFrame
     worst: float
-    traffic: float
+    megabytes: float
     requests: float
     against: Mapping[str, Paired] = field(default_factory=dict)
     judgement: str = ""
@@ -143,21 +143,13 @@ class Standing:
     def _difference(self, other: Standing, metric: str) -> Paired:
         if not (metric in self.values and metric in other.values):
             return paired_difference([])
-        ours = self.values[metric]
-        others = other.values[metric]
         # Only seeds that both have are paired.
-        seeds = ours.index.intersection(others.index)
-        ours = ours[seeds]
-        others = others[seeds]
+        ours, others = self.values[metric].align(other.values[metric], join="inner")
         pair = paired_difference(
             [*ours - others],
             lower_is_better=metric in LOWER_IS_BETTER,
         )
-        return replace(
-            pair,
-            ours=float(ours.mean()),
-            other=float(others.mean()),
-        )
+        return replace(pair, ours=ours.mean(), other=others.mean())
 
 
 @dataclass(frozen=True)
@@ -321,7 +313,7 @@ def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
         about=about,
         values=values,
         worst=worst.mean(),
-        traffic=messages["bytes-sent"] + messages["bytes-received"],
+        megabytes=(messages["bytes-sent"] + messages["bytes-received"]) / 1e6,
         requests=messages["requests"],
     )
 

@@ -29,10 +29,9 @@ def lead(verdict: Verdict) -> str:
     """Return what to use, what it gains most, and what other strategies are best in."""
     ours = verdict.recommended
     if not verdict.learned:
-        accuracy = number(verdict.most_frequent)
         return (
             "Nothing was learned: no strategy is better than always naming the most "
-            f"frequent class, accuracy {accuracy}."
+            f"frequent class, accuracy {number(verdict.most_frequent)}."
         )
     if len(verdict.standings) == 1:
         return f"Only {ours.name} has results: there is nothing to compare it with."
@@ -114,17 +113,12 @@ def _costs(verdict: Verdict) -> Iterator[str]:
         messages += f"; {reference.name} {_messages(reference)}"
     if not math.isnan(ours.worst):
         yield f"Worst client, on its own held-out rows: {metric} {worst}"
-    if not math.isnan(ours.traffic):
+    if not math.isnan(ours.megabytes):
         yield f"All messages of the run: {messages}"
 
 
 def _messages(standing: Standing) -> str:
-    return f"{_megabytes(standing)}, {standing.requests:.0f} requests"
-
-
-def _megabytes(standing: Standing) -> str:
-    megabytes = number(standing.traffic / 1e6)
-    return f"{megabytes} MB"
+    return f"{number(standing.megabytes)} MB, {standing.requests:.0f} requests"
 
 
 def _others(verdict: Verdict) -> Iterator[str]:
@@ -132,12 +126,14 @@ def _others(verdict: Verdict) -> Iterator[str]:
     reference = verdict.reference
     named = (verdict.recommended, reference)
     others = [standing for standing in verdict.standings if standing not in named]
-    models = [other for other in others if not other.bound]
     for judgement, words in JUDGED.items():
-        judged = [model for model in models if model.judgement == judgement]
+        judged = [
+            _other(other, verdict)
+            for other in others
+            if other.judgement == judgement and not other.bound
+        ]
         if judged:
-            names = "; ".join(_other(model, verdict) for model in judged)
-            yield f"{words.format(reference.name)}: {names}"
+            yield f"{words.format(reference.name)}: {'; '.join(judged)}"
     for other in others:
         if other.bound:
             means = _means(other, verdict)
@@ -155,10 +151,9 @@ def _gains(verdict: Verdict) -> tuple[str, list[str]]:
     gains = []
     for metric in dict.fromkeys([*clear, *verdict.judged]):
         pair = pairs[metric]
-        ours = number(pair.ours)
-        other = number(pair.other)
-        difference = format_difference(pair)
-        gains.append(f"{spoken(metric)} {ours}, {reference} {other} ({difference})")
+        ours = f"{spoken(metric)} {number(pair.ours)}"
+        other = f"{reference} {number(pair.other)}"
+        gains.append(f"{ours}, {other} ({format_difference(pair)})")
     scores = [metric for metric in clear if metric != "loss"]
     count = max(1, len(scores))
     return "; ".join(gains[:count]), gains[count:]
@@ -177,8 +172,8 @@ def _other(standing: Standing, verdict: Verdict) -> str:
     texts = [standing.name]
     for metric in clear or verdict.judged[:1]:
         texts.append(f"{spoken(metric)} {format_difference(pairs[metric])}")
-    if standing.traffic > 0:
-        texts.append(_megabytes(standing))
+    if standing.megabytes > 0:
+        texts.append(f"{number(standing.megabytes)} MB")
     return ", ".join(texts)
 
 

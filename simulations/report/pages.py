@@ -11,9 +11,9 @@ from rich.console import Console
 
 from fedrot._io import write_text
 from fedrot.alignment.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
+from fedrot.simulations import summary
 from fedrot.simulations.report import findings, plots, tables
 from fedrot.simulations.run_folder import Row, read_rows, read_run
-from fedrot.simulations.summary import LOWER_IS_BETTER, verdicts_of
 from fedrot.strategies.reporting.verdict import ends
 
 #: Results of a round's diagnosis, in words.
@@ -33,7 +33,7 @@ def present(path: Path, console: Console) -> Path:
     table. Returns the page's path. Raises the errors of ``read_run``.
     """
     run = read_run(path)
-    verdicts = verdicts_of(run)
+    verdicts = summary.verdicts_of(run)
     for verdict in verdicts:
         lead = f"{verdict.experiment}: {findings.lead(verdict)}"
         console.print(lead, style="bold", markup=False)
@@ -83,14 +83,16 @@ def write_strategy_report(file: Path) -> Path:
         if "before" in row:
             aligned.setdefault(row["round"], []).append(row)
         if "said" in row:
-            verdicts[row["round"]] = str(row["said"])
+            verdicts[row["round"]] = row["said"]
     moved = [any(row["moved"] for row in groups) for groups in aligned.values()]
-    sentences = []
-    for round_ in ends(aligned):
-        diagnosis = diagnosis_of(aligned[round_])
-        sentences.append(f"Round {round_}: {_FOUND[diagnosis.choice]}.")
-    for round_ in ends(verdicts):
-        sentences.append(f"Round {round_}: {verdicts[round_]}.")
+    diagnoses = {
+        round_: _FOUND[diagnosis_of(aligned[round_]).choice] for round_ in ends(aligned)
+    }
+    sentences = [
+        f"Round {round_}: {texts[round_]}."
+        for texts in (diagnoses, verdicts)
+        for round_ in ends(texts)
+    ]
     return write_page(
         file.with_suffix(".html"),
         "strategy.html.j2",
@@ -139,8 +141,12 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"number": tables.number, "spoken": tables.spoken}
-    environment.globals |= {"findings": findings, "plots": plots, "tables": tables}
-    environment.globals["lower_is_better"] = LOWER_IS_BETTER
-    write_text(path, environment.get_template(template).render(values))
+    modules = {
+        "findings": findings,
+        "plots": plots,
+        "summary": summary,
+        "tables": tables,
+    }
+    page = environment.get_template(template, globals=modules)
+    write_text(path, page.render(values))
     return path

@@ -18,7 +18,7 @@ from fedrot.simulations.engine import Machine
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.cells import CellRun, strategy_of
 from fedrot.simulations.models import build_model, model_config, tensors_of
-from fedrot.simulations.run_folder import Cell
+from fedrot.simulations.run_folder import Cell, Row
 from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.simulations.summary import span
 from fedrot.simulations.tasks import training
@@ -43,7 +43,7 @@ class Checked:
         memory: bytes of the models of one job.
     """
 
-    described: dict[str, Any]
+    described: Row
     sentences: list[str]
     test_rows: int
     seconds: float

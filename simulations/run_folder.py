@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fedrot.simulations.experiment import Experiment
     from fedrot.simulations.strategy import Strategy
 
+#: A row of results or of alignment, or a table of ``config.json``.
 Row: TypeAlias = dict[str, Any]
 
 #: The keys of ``config.json`` and the types of their values, which are those of
@@ -155,7 +156,7 @@ class Run:
 
     commands: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
-    experiments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    experiments: dict[str, Row] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     alignment: list[Row] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -190,14 +191,15 @@ def read_run(path: Path) -> Run:
             run.missing.append(title)
             continue
         results = read_json(cell)
-        lists = [results.get("rows"), results.get("alignment")]
-        if not all(isinstance(values, list) for values in lists):
+        rows = results.get("rows")
+        alignment = results.get("alignment")
+        if not (isinstance(rows, list) and isinstance(alignment, list)):
             raise FedrotError(
                 f"'{cell}' is damaged: it has no rows. Delete it to run that part "
                 "again."
             )
-        run.rows.extend(_checked(results["rows"], cell, FIELDS))
-        run.alignment.extend(_checked(results["alignment"], cell, ("strategy",)))
+        run.rows.extend(_checked(rows, cell, FIELDS))
+        run.alignment.extend(_checked(alignment, cell, ("strategy",)))
     _checked([row for row in run.alignment if "before" in row], path, _OF_GROUP)
     return run
 
@@ -218,7 +220,7 @@ class RunFolder:
     def __init__(
         self,
         path: Path,
-        experiments: Mapping[str, Any],
+        experiments: Mapping[str, Row],
         command: str,
     ) -> None:
         """Open a folder for experiments by name, see ``checks.Checked.described``."""
@@ -234,7 +236,7 @@ class RunFolder:
                     "example of a model, which results would overwrite. Choose "
                     "another --out."
                 )
-        united = dict(config["experiments"])
+        united = {**config["experiments"]}
         for name, experiment in experiments.items():
             united[name] = self._united(united.get(name, experiment), experiment)
         (path / "cells").mkdir(parents=True, exist_ok=True)
@@ -279,18 +281,14 @@ class RunFolder:
 
         rows = read_run(self.path).rows
         with replacing(self.path / "rows.csv") as file:
-            pandas.DataFrame(rows, columns=[*FIELDS]).to_csv(file, index=False)
+            pandas.DataFrame(rows, columns=FIELDS).to_csv(file, index=False)
 
     def _file(self, cell: Cell) -> Path:
         return self.path / "cells" / f"{cell.name}.json"
 
-    def _united(
-        self,
-        held: Mapping[str, Any],
-        experiment: Mapping[str, Any],
-    ) -> dict[str, Any]:
+    def _united(self, held: Row, experiment: Row) -> Row:
         """Return an experiment with the folder's seeds and strategies, too."""
-        united = dict(experiment)
+        united = {**experiment}
         for key, value in experiment.items():
             before: Any = held.get(key)
             other = f"another {key} ({before!r:.80})"

@@ -122,7 +122,7 @@ class Standing:
         """Return the mean of a metric over seeds; NaN if the strategy lacks it."""
         if metric not in self.values:
             return math.nan
-        return float(self.values[metric].mean(skipna=False))
+        return self.values[metric].mean(skipna=False)
 
     def compared(self, other: Standing, metrics: Iterable[str]) -> Standing:
         """Return these results compared with another strategy's, and judged."""
@@ -205,7 +205,7 @@ class Verdict:
         """
         if self.undecided or not self.learned:
             return ""
-        return str(self.recommended.about.get("code", ""))
+        return self.recommended.about.get("code", "")
 
     @property
     def seeds(self) -> str:
@@ -234,8 +234,7 @@ def verdict(run: Run, name: str) -> Verdict | None:
     central = frame[frame["scope"] == CENTRAL]
     if central.empty:
         return None
-    metrics = [str(metric) for metric in central["metric"].unique()]
-    metrics.sort(key=lambda metric: metric == "loss")
+    metrics = sorted(central["metric"].unique(), key=lambda metric: metric == "loss")
     headline = metrics[0]
     beside = "macro_f1" if "accuracy" in metrics else "loss"
     wanted = dict.fromkeys([headline, beside, "loss"])
@@ -309,7 +308,7 @@ def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
     means = frame[scopes == "messages"].groupby("metric")["value"].mean()
     messages = means.reindex(["bytes-sent", "bytes-received", "requests"])
     return Standing(
-        name=str(about["name"]),
+        name=about["name"],
         about=about,
         values=values,
         worst=worst.mean(),
@@ -327,7 +326,7 @@ def _learned(experiment: Row, standings: Sequence[Standing]) -> tuple[float, boo
     counts = sum(np.sum(counts, axis=0) for counts in experiment["seeds"].values())
     if classes < 2 or not np.sum(counts):
         return math.nan, True
-    share = float(np.max(counts[:classes]) / np.sum(counts))
+    share = np.max(counts[:classes]) / np.sum(counts)
     # Always naming this class has a macro F1 of 2 share / (1 + share) / classes.
     bars = {"accuracy": share, "macro_f1": 2 * share / (1 + share) / classes}
     for standing in standings:

@@ -61,7 +61,7 @@ class CellRun(Cell):
         return task_of(self.experiment.to_json())
 
     @property
-    def job(self) -> dict[str, Any]:
+    def job(self) -> Row:
         """The fields that clients read, see ``client_app.ClientJob``."""
         return {
             "experiment": self.experiment.to_json(),
@@ -74,7 +74,7 @@ class CellRun(Cell):
         }
 
     @property
-    def labels(self) -> dict[str, Any]:
+    def labels(self) -> Row:
         """The columns that all rows of the cell share."""
         return {
             "experiment": self.experiment.name,
@@ -252,12 +252,10 @@ def _other_basis(cell: CellRun) -> OtherBasis | None:
     settings = cell.strategy.other_basis
     if settings is False:
         return None
-    fields = dict(settings) if isinstance(settings, dict) else {}
+    fields = {**settings} if isinstance(settings, dict) else {}
     build = cell.model if fields.pop("model", True) else None
-    options = OTHER_BASIS_OPTIONS
     changed = fields.pop("options", None)
-    if changed is not None:
-        options = AlignmentOptions(**changed)
+    options = OTHER_BASIS_OPTIONS if changed is None else AlignmentOptions(**changed)
     return OtherBasis(model=build, options=options, **fields)
 
 

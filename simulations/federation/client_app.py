@@ -115,10 +115,14 @@ class ClientJob:
             load_tensors(model, tensors, loads)
         return model
 
-    def batches(self, rows: np.ndarray, limit: int, size: int) -> Any:
-        """Return batches of at most ``limit`` of these rows, in random order."""
+    def batches(self, rows: np.ndarray, size: int, limit: int = 0) -> Any:
+        """Return batches of these rows, in random order.
+
+        They have at most ``limit`` rows in all; 0: no limit.
+        """
+        most = limit or len(rows)
         return training.step_batches(
-            self.task, self.model(), rows, limit, size, self.stream
+            self.task, self.model(), rows, most, size, self.stream
         )
 
 
@@ -137,18 +141,18 @@ def _empty_model(experiment_json: str, rank: int | None, loads: str) -> nn.Modul
 
 def _labelled(message: Message, context: Context) -> LabelledRows:
     job = ClientJob.read(message, context)
-
-    def batches(rows: np.ndarray) -> Any:
-        return partial(job.batches, rows, len(rows), HEAD_BATCH)
-
-    return LabelledRows(job.model, batches(job.rows()), batches(job.rows(True)))
+    return LabelledRows(
+        job.model,
+        partial(job.batches, job.rows(), HEAD_BATCH),
+        partial(job.batches, job.rows(held_out=True), HEAD_BATCH),
+    )
 
 
 def _matching(message: Message, context: Context) -> Matching:
     job = ClientJob.read(message, context)
     experiment = job.task.experiment
     build = partial(build_model, experiment, job.task.data, seed=0)
-    batches = partial(job.batches, job.rows(), MATCHING_ROWS, experiment.batch_size)
+    batches = partial(job.batches, job.rows(), experiment.batch_size, MATCHING_ROWS)
     return Matching(build, batches)
 
 
@@ -197,12 +201,12 @@ def train(message: Message, context: Context) -> Message:
     content["metrics"] = MetricRecord({"num-examples": len(rows), "train-loss": loss})
     if wanted_statistics(message):
         most = int(job.settings["batches"])
-        limit = most * STATISTICS_BATCH or len(rows)
+        limit = most * STATISTICS_BATCH
         add_statistics(
             content,
             message,
             job.model(state),
-            partial(job.batches, rows, limit, STATISTICS_BATCH),
+            partial(job.batches, rows, STATISTICS_BATCH, limit),
             max_batches=most or None,
         )
     return Message(content, reply_to=message)
@@ -236,8 +240,7 @@ def _trained(job: ClientJob, arrays: ArrayRecord) -> tuple[dict[str, Tensor], fl
     path = folder / f"{key}.pt"
     shared = settings["cache"] != "" and os.access(folder, os.W_OK)
     if shared and path.exists():
-        result: tuple[dict[str, Tensor], float] = torch.load(path, weights_only=True)
-        return result
+        return torch.load(path, weights_only=True)
     model = job.model(arrays.to_torch_state_dict())
     if experiment.start == "different" and job.round == 1:
         other = build_model(experiment, job.task.data, seed=job.stream)

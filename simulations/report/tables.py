@@ -115,9 +115,7 @@ def _table(
 ) -> Table:
     """Return a table without the columns that are unknown in all lines."""
     columns = [
-        column
-        for column in zip(header, *lines, strict=True)
-        if {*column[1:]} != {NONE}
+        column for column in zip(header, *lines, strict=True) if {*column[1:]} != {NONE}
     ]
     header, *lines = zip(*columns, strict=True)
     return Table("", header, lines, texts)

@@ -132,11 +132,13 @@ def verdict(
 
     best = max(scores, key=lambda name: worth(scores[name]))
     gain = worth(merged_scores) - worth(scores[best])
+    comparison = "as good as"
+    advice = f" Keep {best}, or try other --parts."
     if gain > 0:
-        comparison, advice = "better than", ""
-    else:
-        comparison = "worse than" if gain < 0 else "as good as"
-        advice = f" Keep {best}, or try other --parts."
+        comparison = "better than"
+        advice = ""
+    elif gain < 0:
+        comparison = "worse than"
     if order and not fit_head:
         advice += " --fit-head fits the task head to the training rows."
     first = (

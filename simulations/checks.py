@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import process_time
 from typing import Any
@@ -111,9 +111,9 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
             f"unknown metric '{strategy.guard}'; one of {', '.join(known)}"
         )
     if strategy.chooses:
-        clients = strategy.clients or range(experiment.clients)
         for seed in experiment.seeds:
-            if not _held_out(task, seed, clients):
+            rows = CellRun(experiment, seed, strategy).client_rows()
+            if not any(map(len, rows.values())):
                 raise FedrotError(
                     f"it needs clients' held-out rows, but holdout "
                     f"{experiment.holdout:g} gives none with seed {seed}; use a larger "
@@ -128,15 +128,6 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
             config = model_config(experiment, task.data)
             symmetry = symmetry_of(config, model.state_dict())
             options.layer_indices(symmetry.layers)
-
-
-def _held_out(task: Task, seed: int, clients: Iterable[int]) -> int:
-    """Return how many rows the clients hold out in all."""
-    count = 0
-    for client in clients:
-        _, rows = task.client_rows(seed, client)
-        count += len(rows)
-    return count
 
 
 def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
@@ -157,7 +148,7 @@ def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator
     yield f"{len(sizes)} clients have {span(sizes)} rows each (seed {seed}){shared}."
     if TASKS[experiment.task].classifies and task.data.kind == "single":
         largest = int(np.bincount(train.labels).argmax())
-        share = float(np.mean(task.data.test.labels == largest))
+        share = np.mean(task.data.test.labels == largest)
         yield (
             f"A model that always answers '{names[largest]}' would have accuracy "
             f"{share:.3f}."
@@ -169,7 +160,10 @@ def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator
             f"{seed})."
         )
     choosing = [strategy.name for strategy in experiment.strategies if strategy.chooses]
-    held_out = _held_out(task, seed, range(experiment.clients))
+    held_out = 0
+    for client in range(experiment.clients):
+        _, rows_held = task.client_rows(seed, client)
+        held_out += len(rows_held)
     if choosing and held_out < FEW:
         yield (
             f"Clients hold out {held_out} rows in all (seed {seed}), by which "
@@ -211,8 +205,7 @@ def costs_of(
             passes = 2 * rounds + 1
         evaluated = (rounds + 1) * known.test_rows + experiment.holdout * rows
         evaluated += passes * rows
-        trained_rows = rows * share * epochs
-        costs[cell.name] = trained_rows + training.EVALUATED * evaluated
+        costs[cell.name] = rows * share * epochs + training.EVALUATED * evaluated
     return costs
 
 

@@ -69,13 +69,11 @@ def simulate(
     with _logged():
         known = {experiment.name: checked(experiment) for experiment in experiments}
     described = {name: result.described for name, result in known.items()}
-    printed = {""}
-    for result in known.values():
-        for sentence in result.sentences:
-            # Experiments on the same data have the same sentences.
-            if sentence not in printed:
-                console.print(sentence, highlight=False)
-                printed.add(sentence)
+    sentences = [sentence for result in known.values() for sentence in result.sentences]
+    # Experiments on the same data have the same sentences.
+    for sentence in dict.fromkeys(sentences):
+        if sentence:
+            console.print(sentence, highlight=False)
     cells = cells_of(experiments)
     costs = costs_of(cells, known)
     if dry_run:
@@ -128,7 +126,7 @@ class CellResult:
     Attributes:
         name: the cell's.
         rows, alignment: what ``CellRun`` has; empty after a failure.
-        log: Flower's log.
+        log: Flower's log; empty after a failure.
         failure: log and traceback if the cell failed, else empty.
     """
 
@@ -159,13 +157,13 @@ class _Run:
         self._untried = {cell.name: cell for cell in cells}
         self._count = len(cells)
         self._cost = self._cost_of(cells)
-        self._start = perf_counter()
-        self._printed = perf_counter()
-        columns = (
+        self._start = self._printed = perf_counter()
+        self.progress = Progress(
             BarColumn(30),
             TextColumn("{task.percentage:.0f} % {task.description}", markup=False),
+            console=console,
+            transient=True,
         )
-        self.progress = Progress(*columns, console=console, transient=True)
         self._bar = self.progress.add_task("", total=max(self._cost, 1e-9))
         self._of_job: dict[Job, CellProgress] = {}
 
@@ -210,10 +208,9 @@ class _Run:
             self._fail(cell, result.failure)
             return
         self.folder.add(cell, result.rows, result.alignment, result.log)
-        last = cell.experiment.rounds
         texts = []
         for row in result.rows:
-            if row["scope"] != CENTRAL or row["round"] != last:
+            if row["scope"] != CENTRAL or row["round"] != cell.experiment.rounds:
                 continue
             # The headline metric comes first.
             if not texts or row["metric"] in ("macro_f1", "loss"):
@@ -291,9 +288,10 @@ def run_job(
     gc.freeze()
     with ExitStack() as stack:
         log = stack.enter_context(_logged())
-        folder = trainings if trainings.is_dir() else None
         temporary = tempfile.TemporaryDirectory(
-            prefix="fedrot-", dir=folder, ignore_cleanup_errors=True
+            prefix="fedrot-",
+            dir=trainings if trainings.is_dir() else None,
+            ignore_cleanup_errors=True,
         )
         scratch = stack.enter_context(temporary)
         # Clients keep models for the next request here, and not among the user's
@@ -309,7 +307,7 @@ def run_job(
                 result = CellResult(cell.name, run.rows, run.alignment, log.getvalue())
             except Exception:
                 failure = f"{log.getvalue()}\n{traceback.format_exc()}"
-                result = CellResult(cell.name, [], [], log.getvalue(), failure)
+                result = CellResult(cell.name, [], [], "", failure)
             shutil.rmtree(Path(scratch) / "fedrot-bodies", ignore_errors=True)
             tell(result)
             log.seek(0)
@@ -356,15 +354,15 @@ def _counting(tell: Tell, cell: Cell, cost: float) -> Iterator[None]:
 def _logged() -> Iterator[io.StringIO]:
     """Collect Flower's log inside of the context."""
     logger = logging.getLogger("flwr")
-    before = list(logger.handlers)
+    before = logger.handlers
     propagates = logger.propagate
     log = io.StringIO()
     handler = logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger.handlers[:] = [handler]
+    logger.handlers = [handler]
     logger.propagate = False
     try:
         yield log
     finally:
-        logger.handlers[:] = before
+        logger.handlers = before
         logger.propagate = propagates

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedrot.simulations.run_folder import Row
+from fedrot.simulations.run_folder import FIELDS, Row
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -284,8 +284,7 @@ def _last_rounds(rows: Sequence[Row]) -> DataFrame:
     """Return the rows of each strategy's last round; a repeated row replaces others."""
     import pandas
 
-    columns = ["strategy", "seed", "round", "scope", "metric", "value"]
-    frame = pandas.DataFrame(rows, columns=columns).astype({"value": float})
+    frame = pandas.DataFrame(rows, columns=FIELDS).astype({"value": float})
     last = frame.groupby("strategy")["round"].transform("max")
     frame = frame[frame["round"] == last]
     return frame.drop_duplicates(["strategy", "seed", "scope", "metric"], keep="last")
@@ -297,11 +296,10 @@ def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
     ``frame`` has its rows of the last round.
     """
     scopes = frame["scope"]
-    metrics = frame["metric"]
     values = frame[scopes == CENTRAL].pivot(
         index="seed", columns="metric", values="value"
     )
-    clients = frame[scopes.str.startswith(OF_CLIENT) & (metrics == headline)]
+    clients = frame[scopes.str.startswith(OF_CLIENT) & (frame["metric"] == headline)]
     worst = clients.groupby("seed")["value"].agg(
         "max" if headline in LOWER_IS_BETTER else "min"
     )

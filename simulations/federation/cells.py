@@ -305,7 +305,7 @@ def run_federated(cell: CellRun, build: Callable[..., Any] | None = None) -> Non
         evaluate_fn=strategy.evaluate_centrally,
     )
     for server_round, metrics in result.train_metrics_clientapp.items():
-        cell.record("round", server_round, dict(metrics))
+        cell.record("round", server_round, metrics)
     rows = read_rows(strategy.report) if strategy.report.exists() else []
     cell.alignment.extend({**cell.labels, **row} for row in rows if "stage" not in row)
 

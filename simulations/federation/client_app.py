@@ -89,12 +89,12 @@ class ClientJob:
     @property
     def seed(self) -> int:
         """The seed of the cell."""
-        return int(self.settings["seed"])
+        return self.settings["seed"]
 
     @property
     def round(self) -> int:
         """The number of the server's round."""
-        return int(self.settings["server-round"])
+        return self.settings["server-round"]
 
     @property
     def task(self) -> Task:
@@ -151,9 +151,10 @@ def _labelled(message: Message, context: Context) -> LabelledRows:
 def _matching(message: Message, context: Context) -> Matching:
     job = ClientJob.read(message, context)
     experiment = job.task.experiment
-    build = partial(build_model, experiment, job.task.data, seed=0)
-    batches = partial(job.batches, job.rows(), experiment.batch_size, MATCHING_ROWS)
-    return Matching(build, batches)
+    return Matching(
+        partial(build_model, experiment, job.task.data, seed=0),
+        partial(job.batches, job.rows(), experiment.batch_size, MATCHING_ROWS),
+    )
 
 
 answer_with_sums(app, _labelled)
@@ -200,13 +201,12 @@ def train(message: Message, context: Context) -> Message:
     content["arrays"] = ArrayRecord(state)
     content["metrics"] = MetricRecord({"num-examples": len(rows), "train-loss": loss})
     if wanted_statistics(message):
-        most = int(job.settings["batches"])
-        limit = most * STATISTICS_BATCH
+        most = job.settings["batches"]
         add_statistics(
             content,
             message,
             job.model(state),
-            partial(job.batches, rows, STATISTICS_BATCH, limit),
+            partial(job.batches, rows, STATISTICS_BATCH, most * STATISTICS_BATCH),
             max_batches=most or None,
         )
     return Message(content, reply_to=message)

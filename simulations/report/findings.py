@@ -94,10 +94,9 @@ def _noise(verdict: Verdict) -> Iterator[str]:
     halves = [model.against[metric].smallest for model in models]
     known = [half for half in halves if half > 0]
     if known:
-        ends = span(known, number)
         yield (
-            f"With {verdict.seeds}, {spoken(metric)} has to differ by {ends} to be "
-            "beyond noise; brackets are 95 % intervals"
+            f"With {verdict.seeds}, {spoken(metric)} has to differ by "
+            f"{span(known, number)} to be beyond noise; brackets are 95 % intervals"
         )
 
 
@@ -136,8 +135,9 @@ def _others(verdict: Verdict) -> Iterator[str]:
             yield f"{words.format(reference.name)}: {'; '.join(judged)}"
     for other in others:
         if other.bound:
-            means = _means(other, verdict)
-            yield f"For comparison {other.name} ({other.bound}): {means}"
+            yield (
+                f"For comparison {other.name} ({other.bound}): {_means(other, verdict)}"
+            )
 
 
 def _gains(verdict: Verdict) -> tuple[str, list[str]]:
@@ -167,8 +167,11 @@ def _other(standing: Standing, verdict: Verdict) -> str:
     if standing.judgement in ("same", "diverged"):
         return standing.name
     pairs = standing.against
-    decided = ("better", "worse")
-    clear = [metric for metric in verdict.judged if pairs[metric].verdict in decided]
+    clear = [
+        metric
+        for metric in verdict.judged
+        if pairs[metric].verdict in ("better", "worse")
+    ]
     texts = [standing.name]
     for metric in clear or verdict.judged[:1]:
         texts.append(f"{spoken(metric)} {format_difference(pairs[metric])}")
@@ -178,7 +181,6 @@ def _other(standing: Standing, verdict: Verdict) -> str:
 
 
 def _means(standing: Standing, verdict: Verdict) -> str:
-    means = [
+    return ", ".join(
         f"{spoken(metric)} {number(standing.mean(metric))}" for metric in verdict.judged
-    ]
-    return ", ".join(means)
+    )

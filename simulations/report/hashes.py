@@ -54,5 +54,7 @@ def verified(file: Path, folder: Path) -> str:
             wrong.append(f"{where} cannot be used: {error}")
     if wrong:
         raise RuntimeError("\n".join(wrong))
-    listed = ", ".join(map(str, rounds))
-    return f"Rounds {listed}: the models in '{folder}' are those of {known}."
+    return (
+        f"Rounds {', '.join(map(str, rounds))}: the models in '{folder}' are those of "
+        f"{known}."
+    )

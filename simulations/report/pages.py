@@ -39,12 +39,11 @@ def present(path: Path, console: Console) -> Path:
         console.print(lead, style="bold", markup=False)
     says = {}
     for verdict in verdicts:
-        lines = [verdict.experiment] if len(verdicts) > 1 else []
+        lines = ["", verdict.experiment] if len(verdicts) > 1 else [""]
         if verdict.code:
             lines.append(f"  {verdict.code}")
         lines += [f"- {sentence}" for sentence in findings.sentences(verdict)]
-        text = "\n".join(lines)
-        console.print(f"\n{text}", markup=False, highlight=False)
+        console.print("\n".join(lines), markup=False, highlight=False)
         console.print(tables.results_table(verdict, verdict.judged))
         for standing in verdict.standings:
             sentence = standing.about.get("says")

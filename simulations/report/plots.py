@@ -200,5 +200,5 @@ def data_uri(figure: Figure) -> str:
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")
         figure.savefig(written, format="svg", dpi=200, metadata={"Date": None})
-    encoded = base64.b64encode(written.getvalue()).decode("ascii")
+    encoded = base64.b64encode(written.getvalue()).decode()
     return f"data:image/svg+xml;base64,{encoded}"

@@ -53,9 +53,9 @@ class Table:
             pad_edge=False,
             padding=(0, 1, 0, 0),
             show_edge=False,
+            title=Text(self.title) if self.title else None,
+            title_justify="left",
         )
-        table.title = Text(self.title) if self.title else None
-        table.title_justify = "left"
         for name, *cells in zip(self.header, *self.lines, strict=True):
             widest = max(map(len, [*name.split(), *cells]))
             if name in self.texts:
@@ -79,9 +79,15 @@ def results_table(verdict: Verdict, metrics: Sequence[str]) -> Table:
         difference = NONE
         if standing is not verdict.reference:
             difference = format_difference(standing.against[headline])
-        costs = (standing.worst, standing.megabytes)
-        texts = (*map(number, means), difference, *map(number, costs))
-        lines.append((standing.name, *texts))
+        lines.append(
+            (
+                standing.name,
+                *map(number, means),
+                difference,
+                number(standing.worst),
+                number(standing.megabytes),
+            )
+        )
     against = f"{spoken(headline)} against {verdict.reference.name}"
     header = ("strategy", *map(spoken, metrics), against, "worst client", "MB")
     return _table(header, lines, ("strategy",))
@@ -190,8 +196,7 @@ def _share_cell(shares: Shares) -> TableCell:
         kind = "chance"
     elif share < 0:
         kind = "grew"
-    strength = min(abs(share) / FULL, 1.0)
-    return TableCell(f"{100 * share:.0f}", strength, kind)
+    return TableCell(f"{100 * share:.0f}", min(abs(share) / FULL, 1.0), kind)
 
 
 def format_difference(difference: Paired) -> str:

@@ -52,8 +52,7 @@ class SavedModel:
         """Return a float32 model of the class with random weights, in evaluation
         mode.
         """
-        config = copy.deepcopy(self.model.config)
-        return type(self.model)(config).float().eval()
+        return type(self.model)(copy.deepcopy(self.model.config)).float().eval()
 
 
 def load(name: str, whole: bool = False) -> SavedModel:

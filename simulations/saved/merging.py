@@ -193,8 +193,9 @@ def _refuse_unlike(
         config = saved.model.config.to_dict()
         tokenizer: Any = saved.tokenizer
         if tokenized:
-            tokens = tokenizer.get_vocab()
-            config["tokenizer"] = {number: token for token, number in tokens.items()}
+            config["tokenizer"] = {
+                number: token for token, number in tokenizer.get_vocab().items()
+            }
         configs.append((saved.name, config))
     refuse_different(configs[0], configs[1], allowed)
 
@@ -268,8 +269,7 @@ def merge_adapters(
     for name, weight, adapter in zip(names, weights, adapters, strict=True):
         refuse_different(reference, (name, _compared(adapter.config)), allowed)
         with about(name):
-            update = AdapterUpdate(adapter.tensors, weight, adapter.settings)
-            average.add(update)
+            average.add(AdapterUpdate(adapter.tensors, weight, adapter.settings))
     merged, report = average.result()
     if out is not None:
         first.r = rank
@@ -278,8 +278,9 @@ def merge_adapters(
         with writing(out) as folder:
             first.save_pretrained(folder)
             contiguous = {name: tensor.contiguous() for name, tensor in merged.items()}
-            file = folder / SAFETENSORS_WEIGHTS_NAME
-            write_tensors(file, contiguous, {"format": "pt"})
+            write_tensors(
+                folder / SAFETENSORS_WEIGHTS_NAME, contiguous, {"format": "pt"}
+            )
     return [f"{report}."]
 
 

@@ -126,8 +126,7 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
         options = getattr(built, "alignment", None)  # adapters have none
         if options is not None:
             config = model_config(experiment, task.data)
-            symmetry = symmetry_of(config, model.state_dict())
-            options.layer_indices(symmetry.layers)
+            options.layer_indices(symmetry_of(config, model.state_dict()).layers)
 
 
 def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
@@ -225,7 +224,6 @@ def estimate(
     # macOS counts bytes, Linux kilobytes.
     unit = 1 if sys.platform == "darwin" else 1024
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    memory = f"{(used + models) / 1e9:.1f} GB each"
     jobs = len({cell.trains_first for cell in cells})
     places = machine.places(jobs)
     noun = "processes" if places > 1 else "process"
@@ -235,7 +233,10 @@ def estimate(
         where = f"of one core, {jobs} jobs"
     turns = math.ceil(jobs / places)  # a job is not divided
     time = in_words(seconds / jobs * turns)
-    return f"This takes about {time} {where} with {memory} (from one timed step)."
+    return (
+        f"This takes about {time} {where} with {(used + models) / 1e9:.1f} GB each "
+        "(from one timed step)."
+    )
 
 
 def in_words(seconds: float) -> str:

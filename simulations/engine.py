@@ -288,8 +288,7 @@ class _Tasks:
 def _messages(job: Job) -> Iterator[Any]:
     """Run a job in a thread, and yield its messages."""
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    work = threading.Thread(target=attempt, args=(job, messages.put), daemon=True)
-    work.start()
+    threading.Thread(target=attempt, args=(job, messages.put), daemon=True).start()
     message: Any = None
     while not isinstance(message, Ended):
         message = messages.get()

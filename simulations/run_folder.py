@@ -55,9 +55,8 @@ _TYPES: Mapping[str, Any] = {
     ),
 }
 
-
 #: Fields of a row about a group of weights, beside ``before``.
-_OF_GROUP = ("part", "layer", "after", "found", "moved")
+OF_GROUP = ("part", "layer", "after", "found", "moved")
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ def read_run(path: Path) -> Run:
             )
         run.rows.extend(_checked(rows, cell, FIELDS))
         run.alignment.extend(_checked(alignment, cell, ("strategy",)))
-    _checked([row for row in run.alignment if "before" in row], path, _OF_GROUP)
+    _checked([row for row in run.alignment if "before" in row], path, OF_GROUP)
     return run
 
 
@@ -240,12 +239,14 @@ class RunFolder:
         for name, experiment in experiments.items():
             united[name] = self._united(united.get(name, experiment), experiment)
         (path / "cells").mkdir(parents=True, exist_ok=True)
-        contents = {
-            "commands": [*dict.fromkeys([*config["commands"], command])],
-            "versions": versions(),
-            "experiments": united,
-        }
-        write_json(file, contents)
+        write_json(
+            file,
+            {
+                "commands": [*dict.fromkeys([*config["commands"], command])],
+                "versions": versions(),
+                "experiments": united,
+            },
+        )
 
     def has(self, cell: Cell) -> bool:
         """Return whether the folder has a cell's rows."""

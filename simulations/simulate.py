@@ -68,7 +68,6 @@ def simulate(
     """
     with _logged():
         known = {experiment.name: checked(experiment) for experiment in experiments}
-    described = {name: result.described for name, result in known.items()}
     sentences = [sentence for result in known.values() for sentence in result.sentences]
     # Experiments on the same data have the same sentences.
     for sentence in dict.fromkeys(sentences):
@@ -81,7 +80,11 @@ def simulate(
         console.print("Dry run: nothing was run or written.")
         return
     with only_writer(out):
-        folder = RunFolder(out, described, command)
+        folder = RunFolder(
+            out,
+            {name: result.described for name, result in known.items()},
+            command,
+        )
         missing = [cell for cell in cells if not folder.has(cell)]
         finished = len(cells) - len(missing)
         if finished:
@@ -227,11 +230,16 @@ class _Run:
         for cell in self._untried.values():
             groups[cell.trains_first].append(cell)
         scratch = self.folder.path.absolute() / TRAININGS
-        work = partial(run_job, grid=grid)
         jobs = []
         for cells in sorted(groups.values(), key=self._cost_of, reverse=True):
             costs = [self._costs[cell.name] for cell in cells]
-            jobs.append(Job(cells[0].name, work, (cells, costs, scratch)))
+            jobs.append(
+                Job(
+                    cells[0].name,
+                    partial(run_job, grid=grid),
+                    (cells, costs, scratch),
+                )
+            )
         return jobs
 
     def _fail(self, cell: Cell, failure: str) -> None:
@@ -288,12 +296,13 @@ def run_job(
     gc.freeze()
     with ExitStack() as stack:
         log = stack.enter_context(_logged())
-        temporary = tempfile.TemporaryDirectory(
-            prefix="fedrot-",
-            dir=trainings if trainings.is_dir() else None,
-            ignore_cleanup_errors=True,
+        scratch = stack.enter_context(
+            tempfile.TemporaryDirectory(
+                prefix="fedrot-",
+                dir=trainings if trainings.is_dir() else None,
+                ignore_cleanup_errors=True,
+            )
         )
-        scratch = stack.enter_context(temporary)
         # Clients keep models for the next request here, and not among the user's
         # caches.
         stack.enter_context(_variable("XDG_CACHE_HOME", scratch))
@@ -340,8 +349,11 @@ def _counting(tell: Tell, cell: Cell, cost: float) -> Iterator[None]:
         if monotonic() - told > _BEAT:
             told = monotonic()
             percent = 100 * done / cost
-            text = f"{cell.strategy.name} (seed {cell.seed}) {percent:.0f} %"
-            tell(CellProgress(text, done))
+            tell(
+                CellProgress(
+                    f"{cell.strategy.name} (seed {cell.seed}) {percent:.0f} %", done
+                )
+            )
 
     training.ON_ROWS.append(count)
     try:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite, nan, sqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedrot.simulations.run_folder import FIELDS, Row
+from fedrot.simulations.run_folder import FIELDS, Row, Run
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-    from fedrot.simulations.run_folder import Run
 
 #: The strategy that others are compared with, where it has results.
 REFERENCE = "fedavg"
@@ -51,8 +49,8 @@ class Paired:
     smallest: float
     n: int
     verdict: str
-    ours: float = math.nan
-    other: float = math.nan
+    ours: float = nan
+    other: float = nan
 
 
 def paired_difference(
@@ -65,17 +63,17 @@ def paired_difference(
 
     n = len(differences)
     if not np.isfinite(differences).all():
-        return Paired(math.nan, math.nan, n, "not finite")
+        return Paired(nan, nan, n, "not finite")
     if not n:
-        return Paired(math.nan, math.nan, n, "no interval")
+        return Paired(nan, nan, n, "no interval")
     mean = float(np.mean(differences))
     if max(map(abs, differences)) <= ROUNDING:
-        return Paired(mean, math.nan, n, "same")
+        return Paired(mean, nan, n, "same")
     sd = float(np.std(differences, ddof=1)) if n > 1 else 0.0
     if sd <= ROUNDING * abs(mean):
-        return Paired(mean, math.nan, n, "no interval")
+        return Paired(mean, nan, n, "no interval")
     quantile = float(stats.t.ppf(0.975, n - 1))
-    half = quantile * sd / math.sqrt(n)
+    half = quantile * sd / sqrt(n)
     if abs(mean) <= half:
         return Paired(mean, half, n, "within noise")
     better = (mean < 0) == lower_is_better
@@ -121,7 +119,7 @@ class Standing:
     def mean(self, metric: str) -> float:
         """Return the mean of a metric over seeds; NaN if the strategy lacks it."""
         if metric not in self.values:
-            return math.nan
+            return nan
         return self.values[metric].mean(skipna=False)
 
     def compared(self, other: Standing, metrics: Iterable[str]) -> Standing:
@@ -190,9 +188,8 @@ class Verdict:
         """Whether nothing is better beyond noise, and no comparison has three seeds."""
         if self.recommended is not self.reference or len(self.standings) < 2:
             return False
-        headline = self.judged[0]
         return all(
-            standing.against[headline].n < 3
+            standing.against[self.judged[0]].n < 3
             for standing in self.standings
             if standing is not self.reference
         )
@@ -218,7 +215,7 @@ class Verdict:
 def verdicts_of(run: Run) -> list[Verdict]:
     """Return the verdicts of all experiments with results, in their order."""
     verdicts = (verdict(run, name) for name in run.experiments)
-    return [known for known in verdicts if known is not None]
+    return [*filter(None, verdicts)]
 
 
 def verdict(run: Run, name: str) -> Verdict | None:
@@ -246,9 +243,7 @@ def verdict(run: Run, name: str) -> Verdict | None:
         rows = frame[frame["strategy"] == about["name"]]
         if CENTRAL in {*rows["scope"]}:
             standings.append(_standing(about, rows, headline))
-    finite = [
-        standing for standing in standings if math.isfinite(standing.mean(ranking))
-    ]
+    finite = [standing for standing in standings if isfinite(standing.mean(ranking))]
     first = min(
         finite or standings,
         key=lambda standing: (standing.name != REFERENCE, bool(standing.bound)),
@@ -323,13 +318,14 @@ def _learned(experiment: Row, standings: Sequence[Standing]) -> tuple[float, boo
     classes = len(experiment["label_names"])
     counts = sum(np.sum(counts, axis=0) for counts in experiment["seeds"].values())
     if classes < 2 or not np.sum(counts):
-        return math.nan, True
+        return nan, True
     share = np.max(counts[:classes]) / np.sum(counts)
     # Always naming this class has a macro F1 of 2 share / (1 + share) / classes.
     bars = {"accuracy": share, "macro_f1": 2 * share / (1 + share) / classes}
-    for standing in standings:
-        for metric, bar in bars.items():
-            # An unknown mean is NaN, and NaN is not below.
-            if not standing.mean(metric) <= bar + LEARNED:
-                return share, True
-    return share, False
+    # An unknown mean is NaN, and NaN is not below.
+    below = all(
+        standing.mean(metric) <= bar + LEARNED
+        for standing in standings
+        for metric, bar in bars.items()
+    )
+    return share, not below

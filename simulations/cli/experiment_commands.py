@@ -41,8 +41,13 @@ def _with_fields(function: Function) -> Function:
     for name in _FIELDS.split():
         field = Experiment.model_fields[name]
         kind: Any = field.annotation if field.annotation in (int, Path | None) else str
-        annotation = Annotated[kind | None, Option(help=field.description)]
-        options.append(out.replace(name=name, default=None, annotation=annotation))
+        options.append(
+            out.replace(
+                name=name,
+                default=None,
+                annotation=Annotated[kind | None, Option(help=field.description)],
+            )
+        )
     function.__dict__["__signature__"] = Signature([file, out, *options, *others])
     return function
 

@@ -116,8 +116,11 @@ class CellRun(Cell):
         if server_round == self.experiment.rounds:
             for client, rows in self.client_rows().items():
                 if len(rows):
-                    scores = training.evaluate(model, task, task.train, rows)
-                    self.record(f"client:{client}", server_round, scores)
+                    self.record(
+                        f"client:{client}",
+                        server_round,
+                        training.evaluate(model, task, task.train, rows),
+                    )
         return metrics
 
     def with_fitted_head(

@@ -108,9 +108,10 @@ class ClientJob:
     def model(self, tensors: Mapping[str, Tensor] | None = None) -> nn.Module:
         """Return the client's model, with these tensors or to load weights into."""
         ranks = self.task.experiment.ranks
-        rank = ranks[self.client % len(ranks)]
         loads = self.settings["loads"]
-        model = _empty_model(self.settings["experiment"], rank, loads)
+        model = _empty_model(
+            self.settings["experiment"], ranks[self.client % len(ranks)], loads
+        )
         if tensors is not None:
             load_tensors(model, tensors, loads)
         return model

@@ -156,5 +156,8 @@ class OrderedGrid(LazyGrid):
 
 
 def _bytes_of(message: Message) -> int:
-    records = message.content.array_records.values()
-    return sum(len(array.data) for record in records for array in record.values())
+    return sum(
+        len(array.data)
+        for record in message.content.array_records.values()
+        for array in record.values()
+    )

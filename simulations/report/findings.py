@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from math import isnan
 
 from fedrot.simulations.report.tables import format_difference, number, spoken
 from fedrot.simulations.summary import (
@@ -65,8 +65,10 @@ def _best(verdict: Verdict, metric: str) -> str:
     top = max(clear or gaining, key=gain, default=verdict.recommended)
     if top is verdict.recommended:
         return ""
-    difference = format_difference(top.against[metric])
-    return f" Best in {spoken(metric)}: {top.name}, {difference}."
+    return (
+        f" Best in {spoken(metric)}: {top.name}, "
+        f"{format_difference(top.against[metric])}."
+    )
 
 
 def sentences(verdict: Verdict) -> list[str]:
@@ -110,9 +112,9 @@ def _costs(verdict: Verdict) -> Iterator[str]:
     if ours is not reference:
         worst += f", {reference.name} {number(reference.worst)}"
         messages += f"; {reference.name} {_messages(reference)}"
-    if not math.isnan(ours.worst):
+    if not isnan(ours.worst):
         yield f"Worst client, on its own held-out rows: {metric} {worst}"
-    if not math.isnan(ours.megabytes):
+    if not isnan(ours.megabytes):
         yield f"All messages of the run: {messages}"
 
 

@@ -47,8 +47,10 @@ def verified(file: Path, folder: Path) -> str:
                 expected = row["sha256_after"]
         where = f"Round {round_}: the checkpoint '{checkpoints.path(round_)}'"
         try:
-            arrays = checkpoints.read(round_).result.arrays
-            if model_hash(from_arrays(arrays)) != expected:
+            if (
+                model_hash(from_arrays(checkpoints.read(round_).result.arrays))
+                != expected
+            ):
                 wrong.append(f"{where} differs from {known}.")
         except FedrotError as error:
             wrong.append(f"{where} cannot be used: {error}")

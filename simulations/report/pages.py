@@ -13,7 +13,7 @@ from fedrot._io import write_text
 from fedrot.alignment.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
 from fedrot.simulations import summary
 from fedrot.simulations.report import findings, plots, tables
-from fedrot.simulations.run_folder import Row, read_rows, read_run
+from fedrot.simulations.run_folder import OF_GROUP, Row, read_rows, read_run
 from fedrot.strategies.reporting.verdict import ends
 
 #: Results of a round's diagnosis, in words.
@@ -23,7 +23,7 @@ _FOUND = {
     WHOLE: "replies were in another basis, and were matched as whole models",
 }
 #: Fields of a row about a group of weights.
-_OF_GROUP = {"after", "found", "moved", "part", "layer", "client"}
+_OF_GROUP = {*OF_GROUP, "client"}
 
 
 def present(path: Path, console: Console) -> Path:
@@ -35,9 +35,11 @@ def present(path: Path, console: Console) -> Path:
     run = read_run(path)
     verdicts = summary.verdicts_of(run)
     for verdict in verdicts:
-        lead = f"{verdict.experiment}: {findings.lead(verdict)}"
-        console.print(lead, style="bold", markup=False)
-    says = {}
+        console.print(
+            f"{verdict.experiment}: {findings.lead(verdict)}",
+            style="bold",
+            markup=False,
+        )
     for verdict in verdicts:
         lines = ["", verdict.experiment] if len(verdicts) > 1 else [""]
         if verdict.code:
@@ -45,17 +47,12 @@ def present(path: Path, console: Console) -> Path:
         lines += [f"- {sentence}" for sentence in findings.sentences(verdict)]
         console.print("\n".join(lines), markup=False, highlight=False)
         console.print(tables.results_table(verdict, verdict.judged))
-        for standing in verdict.standings:
-            sentence = standing.about.get("says")
-            if sentence:
-                says[standing.name] = sentence
     page = write_page(
         path / "report.html",
         "run.html.j2",
         name=path.resolve().name,
         run=run,
         verdicts=verdicts,
-        says=says,
     )
     console.print(f"Report: {page}", highlight=False)
     return page
@@ -77,13 +74,10 @@ def write_strategy_report(file: Path) -> Path:
             "'round'."
         )
     aligned: dict[int, list[Row]] = {}
-    verdicts: dict[int, str] = {}
     for row in rows:
         if "before" in row:
             aligned.setdefault(row["round"], []).append(row)
-        if "said" in row:
-            verdicts[row["round"]] = row["said"]
-    moved = [any(row["moved"] for row in groups) for groups in aligned.values()]
+    verdicts = {row["round"]: row["said"] for row in rows if "said" in row}
     diagnoses = {
         round_: _FOUND[diagnosis_of(aligned[round_]).choice] for round_ in ends(aligned)
     }
@@ -98,7 +92,6 @@ def write_strategy_report(file: Path) -> Path:
         name=file.stem,
         rows=rows,
         aligned=aligned,
-        moved=sum(moved),
         sentences=sentences,
         series=_series(rows),
     )
@@ -111,7 +104,7 @@ def _is_of_strategy(row: Row) -> bool:
     return "round" in row and measured and moved
 
 
-def _series(rows: Iterable[Row]) -> dict[str, list[tuple[int, float]]]:
+def _series(rows: Iterable[Row]) -> plots.Series:
     """Return rounds and values of the metrics by name.
 
     A list becomes one metric per entry, and null NaN.

@@ -7,7 +7,7 @@ import io
 import math
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -41,6 +41,8 @@ LINES = ("-", "--", "-.", ":")
 LOGARITHMIC = frozenset({"perplexity", "pseudo_perplexity"})
 #: Largest number of characters of a name in a picture.
 LONGEST = 32
+#: Rounds and values of metrics by name.
+Series: TypeAlias = Mapping[str, Sequence[tuple[int, float]]]
 #: Width in inches of a picture that can be read on a phone.
 NARROW = 4.4
 
@@ -65,11 +67,13 @@ def differences_plot(verdict: Verdict) -> Figure:
             color=PALETTE[0],
         )
         ax.axvline(0, color="0.55", lw=1)
-        labels = [
-            f"{as_label(standing.name)}   {number(standing.mean(metric))}"
-            for standing in standings
-        ]
-        ax.set_yticks(places, labels)
+        ax.set_yticks(
+            places,
+            [
+                f"{as_label(standing.name)}   {number(standing.mean(metric))}"
+                for standing in standings
+            ],
+        )
         ax.get_yticklabels()[recommended].set_fontweight("bold")
         ax.set_ylim(len(places) - 0.4, -0.6)
         side = "left" if metric in LOWER_IS_BETTER else "right"
@@ -143,8 +147,8 @@ def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> 
     return figure
 
 
-def rounds_plot(series: Mapping[str, Sequence[tuple[int, float]]]) -> Figure:
-    """Draw a small panel per metric; ``series`` is metric -> (round, value)."""
+def rounds_plot(series: Series) -> Figure:
+    """Draw a small panel per metric."""
     figure, panels = new_figure(series, height=1.5)
     for name, ax in panels.items():
         values = series[name]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from math import isnan
+from typing import Literal, NamedTuple, TypeAlias
+
+from rich.console import Console, ConsoleOptions, RenderResult
 
 from fedrot.distances import Shares, shares_by
 from fedrot.simulations.run_folder import Row
 from fedrot.simulations.summary import Paired, Verdict, span
 from fedrot.symmetry import NO_LAYER
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
 
 #: A column of names is at least as wide as its names, up to this number of characters.
 WIDEST = 26
@@ -154,8 +153,7 @@ def clients_grid(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Grid:
     grid = {}
     for line, by_client in zip(lines, zip(*counts, strict=True), strict=True):
         grid[line] = [TableCell(str(count), count / most) for count in by_client]
-    columns = [f"{client} ({sum(rows)})" for client, rows in enumerate(counts)]
-    return columns, grid
+    return [f"{client} ({sum(rows)})" for client, rows in enumerate(counts)], grid
 
 
 def heat_map(rows: Iterable[Row]) -> Grid:
@@ -201,7 +199,7 @@ def _share_cell(shares: Shares) -> TableCell:
 
 def format_difference(difference: Paired) -> str:
     """Return ``+0.095 [+0.061, +0.129]``, or the verdict if there is no number."""
-    if difference.verdict == "same" or math.isnan(difference.mean):
+    if difference.verdict == "same" or isnan(difference.mean):
         return difference.verdict
     return format_interval(difference, "+")
 
@@ -209,7 +207,7 @@ def format_difference(difference: Paired) -> str:
 def format_interval(value: Paired, sign: Literal["", "+"] = "") -> str:
     """Return ``0.412 [0.301, 0.523]``, without an unknown interval."""
     mean = number(value.mean, sign)
-    if math.isnan(value.smallest):
+    if isnan(value.smallest):
         return mean
     low = number(value.mean - value.smallest, sign)
     high = number(value.mean + value.smallest, sign)
@@ -221,7 +219,7 @@ def number(value: float, sign: Literal["", "+"] = "") -> str:
 
     NaN is a dash.
     """
-    if math.isnan(value):
+    if isnan(value):
         return NONE
     value = round(value, 6) + 0.0  # never -0.000
     size = abs(value)

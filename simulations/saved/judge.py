@@ -191,7 +191,8 @@ def _fitted(
     )
     votes = Votes([losses], candidates)
     choice = choose(votes, old, fitted)
-    taken, back = choice.taken, np.argsort(order)
+    taken = choice.taken
+    back = np.argsort(order)
     changed = with_task_head(
         tensors,
         name,

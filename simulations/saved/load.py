@@ -35,7 +35,7 @@ class SavedModel:
         return [str(name) for _, name in sorted(self.model.config.id2label.items())]
 
     @cached_property
-    def tokenizer(self) -> Any | None:
+    def tokenizer(self) -> Any:
         """The model's tokenizer, or None without its files."""
         from transformers import AutoTokenizer
         from transformers.utils.hub import cached_file

@@ -82,8 +82,9 @@ def merge_models(
 
         judged = judge.prepared(first, data)
     symmetry = symmetry_of(first.model.config, first.tensors)
-    others = [other.tensors for other in models[1:]]
-    diagnosis = diagnose(first.tensors, others, symmetry)
+    diagnosis = diagnose(
+        first.tensors, [other.tensors for other in models[1:]], symmetry
+    )
     options = options_of(parts or diagnosis.choice)
     if set(options.parts) == set(WHOLE_MODEL):
         options = options.movable(symmetry)
@@ -191,10 +192,9 @@ def _refuse_unlike(
     tokenized = all([first.tokenizer, other.tokenizer])
     for saved in (first, other):
         config = saved.model.config.to_dict()
-        tokenizer: Any = saved.tokenizer
         if tokenized:
             config["tokenizer"] = {
-                number: token for token, number in tokenizer.get_vocab().items()
+                number: token for token, number in saved.tokenizer.get_vocab().items()
             }
         configs.append((saved.name, config))
     refuse_different(configs[0], configs[1], allowed)
@@ -329,7 +329,7 @@ def _compared(config: Any) -> dict[str, Any]:
 
     The base is a folder or a name on the hub.
     """
-    fields: dict[str, Any] = config.to_dict()
+    fields = config.to_dict()
     base = fields["base_model_name_or_path"]
     if base:
         fields["base_model_name_or_path"] = os.path.relpath(os.path.realpath(base))

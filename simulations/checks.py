@@ -195,8 +195,9 @@ def costs_of(
         if all_rounds in trained:
             shared = rounds
         trained |= {first, all_rounds}
-        numbers = range(shared + 1, rounds + 1)
-        epochs = sum(experiment.epochs(number) for number in numbers)
+        epochs = sum(
+            experiment.epochs(number) for number in range(shared + 1, rounds + 1)
+        )
         share = strategy.fraction_train or experiment.fraction_train
         # A task head is fitted to sums over all rows: once, or before and after rounds.
         passes = int(strategy.fits)

@@ -255,8 +255,8 @@ class _Tasks:
             ) from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray's own handler exits.
-        options = {"num_cpus": 1, "max_retries": 0, "num_returns": "streaming"}
-        self._task = self._ray.remote(**options)(_messages)
+        remote = self._ray.remote(num_cpus=1, max_retries=0, num_returns="streaming")
+        self._task = remote(_messages)
 
     def places(self) -> int:
         # At most one job per core is submitted, so that jobs start in the order of the

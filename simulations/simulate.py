@@ -294,18 +294,19 @@ def run_job(
     # Modules and data stay: a collection after each cell need not look at them.
     gc.collect()
     gc.freeze()
-    with ExitStack() as stack:
-        log = stack.enter_context(_logged())
-        scratch = stack.enter_context(
-            tempfile.TemporaryDirectory(
-                prefix="fedrot-",
-                dir=trainings if trainings.is_dir() else None,
-                ignore_cleanup_errors=True,
-            )
-        )
+    temporary = tempfile.TemporaryDirectory(
+        prefix="fedrot-",
+        dir=trainings if trainings.is_dir() else None,
+        ignore_cleanup_errors=True,
+    )
+    with (
+        _logged() as log,
+        temporary as scratch,
         # Clients keep models for the next request here, and not among the user's
         # caches.
-        stack.enter_context(_variable("XDG_CACHE_HOME", scratch))
+        _variable("XDG_CACHE_HOME", scratch),
+        ExitStack() as stack,
+    ):
         if grid is None:
             stack.enter_context(outside_of_the_engine())
             grid = OrderedGrid(local_clients(app, count), count)

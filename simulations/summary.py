@@ -234,8 +234,11 @@ def verdict(run: Run, name: str) -> Verdict | None:
     metrics = sorted(central["metric"].unique(), key=lambda metric: metric == "loss")
     headline = metrics[0]
     beside = "macro_f1" if "accuracy" in metrics else "loss"
-    wanted = dict.fromkeys([headline, beside, "loss"])
-    judged = [metric for metric in wanted if metric in metrics]
+    judged = [
+        metric
+        for metric in dict.fromkeys([headline, beside, "loss"])
+        if metric in metrics
+    ]
     ranking = judged[-1]
     experiment = run.experiments[name]
     standings = []
@@ -298,8 +301,12 @@ def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
     worst = clients.groupby("seed")["value"].agg(
         "max" if headline in LOWER_IS_BETTER else "min"
     )
-    means = frame[scopes == "messages"].groupby("metric")["value"].mean()
-    messages = means.reindex(["bytes-sent", "bytes-received", "requests"])
+    messages = (
+        frame[scopes == "messages"]
+        .groupby("metric")["value"]
+        .mean()
+        .reindex(["bytes-sent", "bytes-received", "requests"])
+    )
     return Standing(
         name=about["name"],
         about=about,

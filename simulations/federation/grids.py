@@ -77,14 +77,16 @@ def local_clients(app: ClientApp, count: int) -> LocalGrid:
     """Return a grid of nodes with one app and the partition ids 0 to ``count - 1``."""
     nodes = {}
     for client in range(count):
-        context = Context(
-            run_id=1,
-            node_id=client,
-            node_config={CLIENT_KEY: client},
-            state=RecordDict(),
-            run_config={},
+        nodes[client] = partial(
+            app,
+            context=Context(
+                run_id=1,
+                node_id=client,
+                node_config={CLIENT_KEY: client},
+                state=RecordDict(),
+                run_config={},
+            ),
         )
-        nodes[client] = partial(app, context=context)
     return LocalGrid(nodes)
 
 

@@ -125,8 +125,11 @@ def _messages(standing: Standing) -> str:
 def _others(verdict: Verdict) -> Iterator[str]:
     """Yield the strategies beside those two, by judgement."""
     reference = verdict.reference
-    named = (verdict.recommended, reference)
-    others = [standing for standing in verdict.standings if standing not in named]
+    others = [
+        standing
+        for standing in verdict.standings
+        if standing not in (verdict.recommended, reference)
+    ]
     for judgement, words in JUDGED.items():
         judged = [
             _other(other, verdict)
@@ -148,13 +151,12 @@ def _gains(verdict: Verdict) -> tuple[str, list[str]]:
     Only gains in scores come first; without one, that of the headline metric does.
     """
     pairs = verdict.recommended.against
-    reference = verdict.reference.name
     clear = [metric for metric in verdict.judged if pairs[metric].verdict == "better"]
     gains = []
     for metric in dict.fromkeys([*clear, *verdict.judged]):
         pair = pairs[metric]
         ours = f"{spoken(metric)} {number(pair.ours)}"
-        other = f"{reference} {number(pair.other)}"
+        other = f"{verdict.reference.name} {number(pair.other)}"
         gains.append(f"{ours}, {other} ({format_difference(pair)})")
     scores = [metric for metric in clear if metric != "loss"]
     count = max(1, len(scores))

@@ -99,9 +99,11 @@ def write_strategy_report(file: Path) -> Path:
 
 def _is_of_strategy(row: Row) -> bool:
     """Return whether a row has the fields that the page reads."""
-    measured = ("metrics" in row) == ("stage" in row)
-    moved = "before" not in row or row.keys() >= _OF_GROUP
-    return "round" in row and measured and moved
+    return (
+        "round" in row
+        and ("metrics" in row) == ("stage" in row)
+        and ("before" not in row or row.keys() >= _OF_GROUP)
+    )
 
 
 def _series(rows: Iterable[Row]) -> plots.Series:
@@ -133,12 +135,14 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    modules = {
-        "findings": findings,
-        "plots": plots,
-        "summary": summary,
-        "tables": tables,
-    }
-    page = environment.get_template(template, globals=modules)
+    page = environment.get_template(
+        template,
+        globals={
+            "findings": findings,
+            "plots": plots,
+            "summary": summary,
+            "tables": tables,
+        },
+    )
     write_text(path, page.render(values))
     return path

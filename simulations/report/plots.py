@@ -77,10 +77,9 @@ def differences_plot(verdict: Verdict) -> Figure:
         ax.get_yticklabels()[recommended].set_fontweight("bold")
         ax.set_ylim(len(places) - 0.4, -0.6)
         side = "left" if metric in LOWER_IS_BETTER else "right"
-        reference = as_label(verdict.reference.name)
         ax.set_xlabel(
             f"{as_label(spoken(metric))}: difference\n"
-            f"from {reference} ({side} is better)"
+            f"from {as_label(verdict.reference.name)} ({side} is better)"
         )
         ax.locator_params(axis="x", nbins=5)
         ax.grid(axis="x", color="0.9", lw=0.8)
@@ -204,5 +203,4 @@ def data_uri(figure: Figure) -> str:
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")
         figure.savefig(written, format="svg", dpi=200, metadata={"Date": None})
-    encoded = base64.b64encode(written.getvalue()).decode()
-    return f"data:image/svg+xml;base64,{encoded}"
+    return f"data:image/svg+xml;base64,{base64.b64encode(written.getvalue()).decode()}"

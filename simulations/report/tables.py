@@ -87,8 +87,13 @@ def results_table(verdict: Verdict, metrics: Sequence[str]) -> Table:
                 number(standing.megabytes),
             )
         )
-    against = f"{spoken(headline)} against {verdict.reference.name}"
-    header = ("strategy", *map(spoken, metrics), against, "worst client", "MB")
+    header = (
+        "strategy",
+        *map(spoken, metrics),
+        f"{spoken(headline)} against {verdict.reference.name}",
+        "worst client",
+        "MB",
+    )
     return _table(header, lines, ("strategy",))
 
 

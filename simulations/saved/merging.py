@@ -129,9 +129,10 @@ def _average(
     if options.rotates:
         symmetry = symmetry.rotated
     else:
-        config = first.model.config.to_dict()
         # Small batches: a language model's outputs have the width of its vocabulary.
-        evidence = probing(first.build, config, symmetry, batch_size=64)
+        evidence = probing(
+            first.build, first.model.config.to_dict(), symmetry, batch_size=64
+        )
     find = finder(ours, symmetry, options, evidence=evidence)
     anchor = Anchor(ours)
     mean = Mean()
@@ -149,10 +150,10 @@ def _average(
             elif options.canonical:
                 moved = canonical(moved, symmetry)
             # It refuses tables that are tied in one model only.
-            single = {
-                name: tensor for name, tensor in moved.items() if name not in twins
-            }
-            mean.add(single, weight)
+            mean.add(
+                {name: tensor for name, tensor in moved.items() if name not in twins},
+                weight,
+            )
     merged = {
         name: tensor.to(ours[name].dtype) for name, tensor in mean.result().items()
     }
@@ -277,9 +278,10 @@ def merge_adapters(
         first.lora_alpha = settings.alpha
         with writing(out) as folder:
             first.save_pretrained(folder)
-            contiguous = {name: tensor.contiguous() for name, tensor in merged.items()}
             write_tensors(
-                folder / SAFETENSORS_WEIGHTS_NAME, contiguous, {"format": "pt"}
+                folder / SAFETENSORS_WEIGHTS_NAME,
+                {name: tensor.contiguous() for name, tensor in merged.items()},
+                {"format": "pt"},
             )
     return [f"{report}."]
 

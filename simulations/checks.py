@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from time import process_time
 from typing import Any
 
@@ -232,7 +232,7 @@ def estimate(
     if machine.ray:
         places = 1
         where = f"of one core, {jobs} jobs"
-    turns = math.ceil(jobs / places)  # a job is not divided
+    turns = ceil(jobs / places)  # a job is not divided
     time = in_words(seconds / jobs * turns)
     return (
         f"This takes about {time} {where} with {(used + models) / 1e9:.1f} GB each "

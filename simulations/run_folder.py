@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import distributions
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -116,7 +116,7 @@ def _checked(rows: list[Row], file: Path, needed: Iterable[str] = ()) -> list[Ro
                 f"'{file}' has a row that fedrot did not write: {row!r:.100}."
             )
         if row.get("value", 0) is None:
-            row["value"] = math.nan
+            row["value"] = nan
     return rows
 
 
@@ -260,14 +260,18 @@ class RunFolder:
         log: str = "",
     ) -> None:
         """Write a finished cell's rows, alignment report and Flower's log."""
-        results = {
-            "title": cell.title,
-            "rows": rows,
-            "alignment": alignment,
-            "log": log,
-        }
         file = self._file(cell)
-        write_text(file, json_line(results))
+        write_text(
+            file,
+            json_line(
+                {
+                    "title": cell.title,
+                    "rows": rows,
+                    "alignment": alignment,
+                    "log": log,
+                }
+            ),
+        )
         file.with_suffix(".txt").unlink(missing_ok=True)
 
     def fail(self, cell: Cell, failure: str) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import io
 import logging
-import math
 import os
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import nan
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
@@ -217,7 +217,7 @@ class _Run:
                 continue
             # The headline metric comes first.
             if not texts or row["metric"] in ("macro_f1", "loss"):
-                value = math.nan if row["value"] is None else row["value"]
+                value = nan if row["value"] is None else row["value"]
                 texts.append(f"{row['metric']} {value:.3f}")
         self._print(cell, ", ".join(texts))
 
@@ -245,8 +245,7 @@ class _Run:
     def _fail(self, cell: Cell, failure: str) -> None:
         self.failed += 1
         file = self.folder.fail(cell, failure)
-        reason = failure.strip().splitlines()[-1]
-        self._print(cell, f"FAILED, see {file}: {reason}")
+        self._print(cell, f"FAILED, see {file}: {failure.strip().splitlines()[-1]}")
 
     def _print(self, cell: Cell, text: str) -> None:
         del self._untried[cell.name]
@@ -271,8 +270,9 @@ class _Run:
         text = "; ".join(texts)
         self.progress.update(self._bar, completed=done, description=text)
         if not self.console.is_terminal and now - self._printed > SILENCE:
-            percent = 100 * done / self._cost
-            self.console.print(f"{percent:.0f} % {text}", highlight=False)
+            self.console.print(
+                f"{100 * done / self._cost:.0f} % {text}", highlight=False
+            )
             self._printed = now
 
 

@@ -162,14 +162,17 @@ class Strategy(BaseModel):
         share = self.fraction_train or experiment.fraction_train
         shared = [f"fraction_train={share:g}"] if share < 1 else []
         unaligned = self.alignment is False
+        function = "FedRot"
+        first = [model]
         # Adapters are not aligned, and so they have no such argument.
+        if experiment.lora:
+            function = "FedRotLoRA"
+        elif unaligned:
+            first.append("alignment=None")
         if not arguments and (unaligned or experiment.lora):
-            line = _call("FedAvg", {}, *shared)
-        elif experiment.lora:
-            line = _call("FedRotLoRA", {}, model, *arguments, *shared)
-        else:
-            first = [model, "alignment=None"] if unaligned else [model]
-            line = _call("FedRot", {}, *first, *arguments, *shared)
+            function = "FedAvg"
+            first = []
+        line = _call(function, {}, *first, *arguments, *shared)
         if self.fit_at_end:
             line += f"  # then fit_task_head(grid, result.arrays, {model})"
         return line

@@ -99,7 +99,6 @@ class Standing:
         megabytes, requests: size of all messages and their number, mean over seeds. NaN
             if unknown.
         against: metric -> difference from the reference.
-        judgement: better, worse, mixed (both, by metric), same, diverged or undecided.
     """
 
     name: str
@@ -109,7 +108,6 @@ class Standing:
     megabytes: float
     requests: float
     against: Mapping[str, Paired] = field(default_factory=dict)
-    judgement: str = ""
 
     @property
     def bound(self) -> str:
@@ -123,20 +121,24 @@ class Standing:
         return self.values[metric].mean(skipna=False)
 
     def compared(self, other: Standing, metrics: Iterable[str]) -> Standing:
-        """Return these results compared with another strategy's, and judged."""
+        """Return these results compared with another strategy's."""
         against = {metric: self._difference(other, metric) for metric in metrics}
-        verdicts = {pair.verdict for pair in against.values()}
+        return replace(self, against=against)
+
+    @property
+    def judgement(self) -> str:
+        """better, worse, mixed (both, by metric), same, diverged or undecided."""
+        verdicts = {pair.verdict for pair in self.against.values()}
         decided = verdicts & {"better", "worse"}
-        judgement = "undecided"
         if "not finite" in verdicts:
-            judgement = "diverged"
-        elif len(decided) == 2:
-            judgement = "mixed"
-        elif decided:
-            (judgement,) = decided
-        elif verdicts == {"same"}:
-            judgement = "same"
-        return replace(self, against=against, judgement=judgement)
+            return "diverged"
+        if len(decided) == 2:
+            return "mixed"
+        if decided:
+            return decided.pop()
+        if verdicts == {"same"}:
+            return "same"
+        return "undecided"
 
     def _difference(self, other: Standing, metric: str) -> Paired:
         if not (metric in self.values and metric in other.values):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -95,7 +95,7 @@ def _weights(text: str | None, count: int) -> list[float]:
             weights = [float(number) for number in text.split(",")]
         except ValueError:
             weights = []
-    positive = all(0 < weight < math.inf for weight in weights)
+    positive = all(0 < weight < inf for weight in weights)
     if count < 2 or len(weights) != count or not positive:
         raise FedrotError(
             f"The weights of {count} models are {text}. Give two or more models and, "

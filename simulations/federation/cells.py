@@ -130,8 +130,12 @@ class CellRun(Cell):
         settings = model.config
         if self.experiment.lora:
             settings = model.peft_config["default"]
-        config = ConfigRecord({**self.job, "server-round": server_round})
-        return fit_task_head(self.grid, arrays, settings, config=config).arrays
+        return fit_task_head(
+            self.grid,
+            arrays,
+            settings,
+            config=ConfigRecord({**self.job, "server-round": server_round}),
+        ).arrays
 
 
 class CellStrategy(ReplyStrategy):

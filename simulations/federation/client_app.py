@@ -83,8 +83,7 @@ class ClientJob:
     @property
     def stream(self) -> int:
         """The random seed of this client in this round and run."""
-        run = self.seed * 1_000 + self.round
-        return run * 1_000 + self.client
+        return (self.seed * 1_000 + self.round) * 1_000 + self.client
 
     @property
     def seed(self) -> int:
@@ -191,14 +190,18 @@ def train(message: Message, context: Context) -> Message:
             else task_head_of(settings, received)
         )
         names = received.keys() & {f"{task_head}.weight", f"{task_head}.bias"}
-        labels = np.flatnonzero(known.any(axis=0)).tolist()
         state, statistics = fedrot.completed(
-            state, received, dict.fromkeys(names, labels)
+            state,
+            received,
+            dict.fromkeys(names, np.flatnonzero(known.any(axis=0)).tolist()),
         )
         content[STATISTICS] = statistics_record(statistics)
     if task.experiment.start == "scrambled":
-        symmetry = symmetry_of(model_config(task.experiment, task.data), state)
-        state = fedrot.random_equivalent(state, symmetry, seed=job.stream)
+        state = fedrot.random_equivalent(
+            state,
+            symmetry_of(model_config(task.experiment, task.data), state),
+            seed=job.stream,
+        )
     content["arrays"] = ArrayRecord(state)
     content["metrics"] = MetricRecord({"num-examples": len(rows), "train-loss": loss})
     if wanted_statistics(message):
@@ -244,8 +247,9 @@ def _trained(job: ClientJob, arrays: ArrayRecord) -> tuple[dict[str, Tensor], fl
         return torch.load(path, weights_only=True)
     model = job.model(arrays.to_torch_state_dict())
     if experiment.start == "different" and job.round == 1:
-        other = build_model(experiment, job.task.data, seed=job.stream)
-        model.load_state_dict(other.state_dict())
+        model.load_state_dict(
+            build_model(experiment, job.task.data, seed=job.stream).state_dict()
+        )
     loss = training.train(
         model,
         job.task,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +119,8 @@ def _series(rows: Iterable[Row]) -> plots.Series:
             if isinstance(value, list):
                 values = {f"{name}/{place}": entry for place, entry in enumerate(value)}
             for full, number in values.items():
-                by_round = series.setdefault(full, {})
-                by_round[row["round"]] = math.nan if number is None else float(number)
+                known = nan if number is None else float(number)
+                series.setdefault(full, {})[row["round"]] = known
     return {name: sorted(by_round.items()) for name, by_round in series.items()}
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import ceil
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -54,7 +54,6 @@ def differences_plot(verdict: Verdict) -> Figure:
     recommended one is bold.
     """
     standings = verdict.standings
-    recommended = standings.index(verdict.recommended)
     places = range(len(standings))
     figure, panels = new_figure(verdict.judged, height=0.27 * len(places) + 0.85)
     for metric, ax in panels.items():
@@ -74,7 +73,8 @@ def differences_plot(verdict: Verdict) -> Figure:
                 for standing in standings
             ],
         )
-        ax.get_yticklabels()[recommended].set_fontweight("bold")
+        labels = ax.get_yticklabels()
+        labels[standings.index(verdict.recommended)].set_fontweight("bold")
         ax.set_ylim(len(places) - 0.4, -0.6)
         side = "left" if metric in LOWER_IS_BETTER else "right"
         ax.set_xlabel(
@@ -119,7 +119,7 @@ def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> 
             ms=4.5,
             marker=MARKERS[place],
             # At most a dozen markers: the lines stay visible.
-            markevery=math.ceil((len(rounds) + 1) / 12),
+            markevery=ceil((len(rounds) + 1) / 12),
             **look,
         )
         ax.fill_between(

@@ -180,8 +180,9 @@ def _refuse_unlike(
     Their configurations and tokenizers are compared.
     """
     if "id2label" not in allowed and sorted(first.labels) == sorted(other.labels):
-        pairs = zip(first.labels, other.labels, strict=True)
-        for place, (here, there) in enumerate(pairs):
+        for place, (here, there) in enumerate(
+            zip(first.labels, other.labels, strict=True)
+        ):
             if here != there:
                 raise FedrotError(
                     "The task heads have the same classes in another order: output "

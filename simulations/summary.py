@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, nan, sqrt
 from typing import TYPE_CHECKING, Any
@@ -120,11 +120,6 @@ class Standing:
             return nan
         return self.values[metric].mean(skipna=False)
 
-    def compared(self, other: Standing, metrics: Iterable[str]) -> Standing:
-        """Return these results compared with another strategy's."""
-        against = {metric: self._difference(other, metric) for metric in metrics}
-        return replace(self, against=against)
-
     @property
     def judgement(self) -> str:
         """better, worse, mixed (both, by metric), same, diverged or undecided."""
@@ -140,7 +135,8 @@ class Standing:
             return "same"
         return "undecided"
 
-    def _difference(self, other: Standing, metric: str) -> Paired:
+    def difference(self, other: Standing, metric: str) -> Paired:
+        """Return the difference from another strategy in a metric."""
         if not (metric in self.values and metric in other.values):
             return paired_difference([])
         # Only seeds that both have are paired.
@@ -254,7 +250,13 @@ def verdict(run: Run, name: str) -> Verdict | None:
         key=lambda standing: (standing.name != REFERENCE, bool(standing.bound)),
     )
     place = standings.index(first)
-    standings = [standing.compared(first, judged) for standing in standings]
+    standings = [
+        replace(
+            standing,
+            against={metric: standing.difference(first, metric) for metric in judged},
+        )
+        for standing in standings
+    ]
     reference = standings[place]
     better = [
         standing

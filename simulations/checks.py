@@ -203,8 +203,9 @@ def costs_of(
         passes = int(strategy.fits)
         if strategy.fit_head:
             passes = 2 * rounds + 1
-        evaluated = (rounds + 1) * known.test_rows + experiment.holdout * rows
-        evaluated += passes * rows
+        evaluated = (
+            (rounds + 1) * known.test_rows + experiment.holdout * rows + passes * rows
+        )
         costs[cell.name] = rows * share * epochs + training.EVALUATED * evaluated
     return costs
 

@@ -349,12 +349,8 @@ def _counting(tell: Tell, cell: Cell, cost: float) -> Iterator[None]:
         done = min(done + rows, cost)
         if monotonic() - told > _BEAT:
             told = monotonic()
-            percent = 100 * done / cost
-            tell(
-                CellProgress(
-                    f"{cell.strategy.name} (seed {cell.seed}) {percent:.0f} %", done
-                )
-            )
+            title = f"{cell.strategy.name} (seed {cell.seed})"
+            tell(CellProgress(f"{title} {100 * done / cost:.0f} %", done))
 
     training.ON_ROWS.append(count)
     try:

@@ -277,8 +277,10 @@ class _Tasks:
             try:
                 message = self._ray.get(next(stream))
             except (StopIteration, self._ray.exceptions.RayError) as error:
-                reason = str(error) or "it was stopped"
-                message = Ended(f"The task of the job ended: {reason}", died=True)
+                message = Ended(
+                    f"The task of the job ended: {str(error) or 'it was stopped'}",
+                    died=True,
+                )
             yield stream, message
 
     def close(self) -> None:

@@ -133,9 +133,8 @@ def read_rows(file: Path) -> list[Row]:
     write it.
     """
     rows = []
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     with suppress(json.JSONDecodeError, RecursionError):
-        for line in lines:
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             rows.append(json.loads(line))
     return _checked(rows, file)
 

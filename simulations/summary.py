@@ -76,8 +76,7 @@ def paired_difference(
     half = quantile * sd / sqrt(n)
     if abs(mean) <= half:
         return Paired(mean, half, n, "within noise")
-    better = (mean < 0) == lower_is_better
-    return Paired(mean, half, n, "better" if better else "worse")
+    return Paired(mean, half, n, "better" if (mean < 0) == lower_is_better else "worse")
 
 
 def span(values: Collection[Any], as_text: Callable[[Any], str] = str) -> str:

@@ -47,10 +47,8 @@ def verified(file: Path, folder: Path) -> str:
                 expected = row["sha256_after"]
         where = f"Round {round_}: the checkpoint '{checkpoints.path(round_)}'"
         try:
-            if (
-                model_hash(from_arrays(checkpoints.read(round_).result.arrays))
-                != expected
-            ):
+            arrays = checkpoints.read(round_).result.arrays
+            if model_hash(from_arrays(arrays)) != expected:
                 wrong.append(f"{where} differs from {known}.")
         except FedrotError as error:
             wrong.append(f"{where} cannot be used: {error}")

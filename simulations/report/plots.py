@@ -101,9 +101,9 @@ def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> 
     ax = panels[metric]
     drawn: list[float] = []
     for index, name in enumerate(strategies):
-        by_round = frame[frame["strategy"] == name].groupby("round")["value"]
-        rounds = [*by_round.groups]
-        pairs = by_round.agg(list).map(paired_difference)
+        by_round = frame[frame["strategy"] == name].groupby("round")["value"].agg(list)
+        rounds = [*by_round.index]
+        pairs = by_round.map(paired_difference)
         means = np.array([pair.mean for pair in pairs])
         halves = np.array([pair.smallest for pair in pairs])
         drawn += [*means[np.isfinite(means)]]

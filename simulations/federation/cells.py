@@ -123,7 +123,7 @@ class CellRun(Cell):
                     )
         return metrics
 
-    def with_fitted_head(
+    def with_fitted_task_head(
         self, server_round: int, arrays: ArrayRecord, model: Any
     ) -> ArrayRecord:
         """Return a model with the better of its task head and the fitted one."""
@@ -193,7 +193,7 @@ class CellStrategy(ReplyStrategy):
             )
         last = server_round == self.cell.experiment.rounds
         if last and self.cell.strategy.fit_at_end:
-            arrays = self.cell.with_fitted_head(server_round, arrays, self.network)
+            arrays = self.cell.with_fitted_task_head(server_round, arrays, self.network)
         load_tensors(self.network, arrays.to_torch_state_dict(), self.loads)
         return MetricRecord({**self.cell.finish_round(server_round, self.network)})
 
@@ -320,7 +320,7 @@ def run_federated(cell: CellRun, build: Callable[..., Any] | None = None) -> Non
 def _run_head_only(cell: CellRun) -> None:
     """Fit the head of the first model, which is the model after all rounds."""
     model = cell.model()
-    arrays = cell.with_fitted_head(0, ArrayRecord(tensors_of(model)), model)
+    arrays = cell.with_fitted_task_head(0, ArrayRecord(tensors_of(model)), model)
     load_tensors(model, arrays.to_torch_state_dict())
     cell.finish_round(cell.experiment.rounds, model)
 

@@ -79,7 +79,7 @@ class DataSet:
         metrics: names for ``evaluate_predictions``, the headline metric first.
         test: the held-out split: validation for GLUE tasks, test for the emotion
             corpora.
-        said: how labels were read and rows divided, and which files were left out.
+        remarks: how labels were read and rows divided, and which files were left out.
         tags: of tagged words, ``O``, and ``B-TYPE`` and ``I-TYPE`` of every type.
         domains: of texts of several domains, those with training rows.
         side, channels: of images, the side of a model's inputs in pixels, and 1 or 3.
@@ -91,7 +91,7 @@ class DataSet:
     metrics: Names
     train: Split
     test: Split
-    said: str = ""
+    remarks: str = ""
     tags: Names = ()
     domains: Names = ()
     side: int = 0
@@ -217,7 +217,7 @@ def labelled(
     if len(parts) == 1:
         by_class = kind == "single" and not several
         parts, note = _drawn(parts[0], by_class)
-    notes = [source.said, note]
+    notes = [source.remarks, note]
     if TASKS[scenario.task].classifies:
         notes.append(
             f"Labels: {kind}, {listed(names)} (--set label_kind: single, multi or "

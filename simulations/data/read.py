@@ -188,12 +188,12 @@ class Source:
     Attributes:
         tables: training and held-out rows, or one table of all rows, by origin.
         class_names: the hub's names for the classes of integer columns, by column.
-        said: a sentence about files that were left out.
+        remarks: a sentence about files that were left out.
     """
 
     tables: Mapping[str, Table]
     class_names: Mapping[str, Names] = field(default_factory=dict)
-    said: str = ""
+    remarks: str = ""
 
     @property
     def columns(self) -> list[str]:
@@ -449,4 +449,4 @@ def _images(folder: Path) -> Source:
         f"{len(left_out)} file(s) of {folder} left out, hidden or no images: "
         f"{listed(left_out)}."
     )
-    return Source(tables, said=note if left_out else "")
+    return Source(tables, remarks=note if left_out else "")

@@ -199,7 +199,7 @@ def load_domains(scenario: Scenario) -> DataSet:
         metrics.insert(0, UNSEEN)
     train = _united(seen, "train", labels)
     test = _united(loaded, "test", labels)
-    notes = (data.said for data in loaded.values() if data.said)
+    notes = (data.remarks for data in loaded.values() if data.remarks)
     return DataSet(
         ",".join(domains),
         "multi",

@@ -145,9 +145,9 @@ def test_a_folder_of_classes_is_divided_and_other_files_are_named(
         np.bincount(split.labels).tolist() for split in (data.train, data.test)
     ] == [[8, 8], [2, 2]]
     assert not train[data.train.labels == 0, 0, 0, 0].any()
-    assert f"6 file(s) of {photos} left out, hidden or no images: " in data.said
+    assert f"6 file(s) of {photos} left out, hidden or no images: " in data.remarks
     assert all(
-        f" {name}" in data.said
+        f" {name}" in data.remarks
         for name in ("readme.md", "notes.txt", "._1.png", "2.heic", "b.png")
     )
     assert load(photos)[0].train.labels.tolist() == data.train.labels.tolist()

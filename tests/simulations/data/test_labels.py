@@ -129,7 +129,7 @@ def test_labels(case: Case, suffix: str, tmp_path: Path) -> None:
     data = load_texts(chosen(path, **options))
     if expected == "regression":
         assert (data.kind, data.metrics) == ("regression", ("pearson", "spearman"))
-        assert "Labels: regression, score (--set label_kind: single" in data.said
+        assert "Labels: regression, score (--set label_kind: single" in data.remarks
         assert data.train.labels.dtype == np.float32
         read = {
             t: v
@@ -202,7 +202,7 @@ def test_classes_are_the_trimmed_composed_texts(values: Any) -> None:
 )
 def test_classes_that_look_alike_are_named(labels: Any, alike: str) -> None:
     table = pa.table({"label": labels})
-    said = read(table, table).said
+    said = read(table, table).remarks
     assert said.startswith(
         f"Labels: single, {', '.join(sorted(labels))} (--set label_kind: single, "
     )
@@ -294,7 +294,7 @@ def test_a_file_is_divided_by_class_and_always_alike(tmp_path: Path) -> None:
         assert np.bincount(data.test.labels).tolist() == [6, 2]
         assert (
             f"{path} has no splits: of 40 rows 8 are held out, one in 5 of each class"
-            in data.said
+            in data.remarks
         )
         assert classes(data) == dict(zip(TEXTS, uneven, strict=True))
         found[data.test.inputs, data.train.inputs] = suffix
@@ -307,7 +307,7 @@ def test_a_file_is_divided_by_class_and_always_alike(tmp_path: Path) -> None:
         ["one"] * ROWS,
     ):
         data = divided(tmp_path, text=TEXTS, label=labels)
-        assert (len(data.train), len(data.test), "one in 5, drawn" in data.said) == (
+        assert (len(data.train), len(data.test), "one in 5, drawn" in data.remarks) == (
             32,
             8,
             True,
@@ -328,7 +328,7 @@ def test_a_column_split_divides_a_file(tmp_path: Path) -> None:
             if name.strip() == test
         ]
         assert (len(data.train), [*data.test.inputs]) == (20, wanted)
-        assert "held out" not in data.said
+        assert "held out" not in data.remarks
 
 
 def test_a_limit_takes_the_same_rows_and_changes_no_classes(tmp_path: Path) -> None:

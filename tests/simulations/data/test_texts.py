@@ -62,7 +62,7 @@ def test_columns_of_texts_pairs_and_labels_are_found_or_chosen(
             {*TEXTS},
             ["label"],
         )
-        assert "one in 5 of each class" in data.said  # of the chosen labels
+        assert "one in 5 of each class" in data.remarks  # of the chosen labels
     one = load_texts(chosen(path, label_column="mood", text_column=second))
     assert (one.train.second, [*one.train.columns]) == ((), [first, "label"])
 
@@ -83,7 +83,7 @@ def test_labels_that_are_optional_are_read_and_not_spoken_of(tmp_path: Path) -> 
     data = load_texts(
         chosen(write(tmp_path / "mine.csv", text=TEXTS, label=MOODS), task="mlm")
     )
-    assert (data.label_names, "Labels" in data.said) == (("glad", "sad"), False)
+    assert (data.label_names, "Labels" in data.remarks) == (("glad", "sad"), False)
     path = write(tmp_path / "alone.csv", text=["NA", "null", *TEXTS])
     assert load_texts(chosen(path, task="mlm")).label_names == ("all",)
 
@@ -354,7 +354,7 @@ def test_domains_may_have_any_number_of_labels_and_their_own_limits(
     # Both files were divided, the table was not. A label that only an unseen domain has
     # is left out.
     divided = [
-        f"{name} has no splits" in data.said
+        f"{name} has no splits" in data.remarks
         for name in ("many", "other.csv", "unseen.csv")
     ]
     assert divided == [False, True, True]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedrot
+from fedrot import Alignment, AlignmentOptions, Symmetry, align, random_equivalent
 from fedrot.symmetry.groups import apply_moves
-from tests.fedrot.oracles import seeded
+from tests.fedrot.oracles import normal, seeded
 from tests.models import (
     CASES,
     DIM,
@@ -20,7 +20,9 @@ from tests.models import (
     LAYERS,
     NEURONS,
     Names,
+    Parts,
     State,
+    align_tensors,
     largest_difference,
     near,
     squared_distance,
@@ -37,7 +39,7 @@ MODULES = {
 
 
 def touched_by(
-    names: Names, parts: tuple[str, ...], layers: tuple[int, ...] = (0, 1)
+    names: Names, parts: Parts, layers: tuple[int, ...] = (0, 1)
 ) -> set[str]:
     """Return the tensors that the parts act on: output biases of ``output`` and
     ``down`` excluded.
@@ -96,7 +98,7 @@ PAIRS = {
 
 
 def checked_report(
-    name: str, update: State, anchor: State, options: fedrot.AlignmentOptions
+    name: str, update: State, anchor: State, options: AlignmentOptions
 ) -> tuple[float, float]:
     """Check the totals and rows of a report against the tensors; return both distances.
 
@@ -107,7 +109,7 @@ def checked_report(
     layers = options.layer_indices(LAYERS)
     groups = symmetry.select(options.parts, layers)
     touched = {slot.tensor for group in groups for slot in group.slots}
-    alignment = fedrot.align(update, anchor, symmetry, options)
+    alignment = align(update, anchor, symmetry, options)
     aligned = alignment.apply(update)
     report = alignment.report
     assert {
@@ -151,28 +153,28 @@ def checked_report(
 
 
 def scrambled(
-    anchor: State, symmetry: fedrot.Symmetry, parts: tuple[str, ...], count: int = 2
-) -> list[tuple[State, State, fedrot.Alignment]]:
+    anchor: State, symmetry: Symmetry, parts: Parts, count: int = 2
+) -> list[tuple[State, State, Alignment]]:
     """Return clients near the anchor and aligned to it, each scrambled, and the way
     back.
 
     The difference between a client and its scrambled self is then a coordinate change
     and no more.
     """
-    options = fedrot.AlignmentOptions(parts=parts, chance=0, canonical=False)
+    options = AlignmentOptions(parts=parts, chance=0, canonical=False)
     found = []
     for seed in range(count):
         client = near(anchor, 0.02, seed + 1)
         for _ in range(2):
-            client = fedrot.align(client, anchor, symmetry, options).apply(client)
-        moved = fedrot.random_equivalent(client, symmetry, 5 + seed, parts)
-        alignment = fedrot.align(moved, anchor, symmetry, options)
+            client = align_tensors(client, anchor, symmetry, options)
+        moved = random_equivalent(client, symmetry, 5 + seed, parts)
+        alignment = align(moved, anchor, symmetry, options)
         assert largest_difference(alignment.apply(moved), client) <= 1e-9
         found.append((client, moved, alignment))
     return found
 
 
-def with_other_gains(state: State, symmetry: fedrot.Symmetry, seed: int) -> State:
+def with_other_gains(state: State, symmetry: Symmetry, seed: int) -> State:
     """Return the same function with other gains, biases of norms, and redundant
     attention biases.
     """
@@ -180,7 +182,7 @@ def with_other_gains(state: State, symmetry: fedrot.Symmetry, seed: int) -> Stat
     rng = seeded(seed)
 
     def noise(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=rng, dtype=torch.float64)
+        return normal(rng, like.shape)
 
     for fold in symmetry.folds:
         gain = 0.5 + noise(out[fold.gain]).abs()

@@ -13,24 +13,25 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedrot
+from fedrot import AlignmentOptions, Symmetry, UpdateError, align
 from fedrot.aggregation import Fisher, Mean, RegMean
 from fedrot.tensors import full_float32
 from tests.families import state_of, symmetry_for
+from tests.fedrot.oracles import seeded
 from tests.fedrot.pretend import DEVICE, Pretend
 from tests.models import EAGER, EVERYTHING, FULL, State, largest_difference
 
-ORDERS = fedrot.AlignmentOptions(parts=("heads", "ffn"), chance=0)
+ORDERS = AlignmentOptions(parts=("heads", "ffn"), chance=0)
 OPTIONS = {
-    "default": fedrot.AlignmentOptions(),
+    "default": AlignmentOptions(),
     "eager": EAGER,
-    "layers": fedrot.AlignmentOptions(parts=FULL, chance=0),
-    "orders": fedrot.AlignmentOptions(
+    "layers": AlignmentOptions(parts=FULL, chance=0),
+    "orders": AlignmentOptions(
         parts=("heads", "attention", "ffn"), within_heads="permutation", chance=0
     ),
-    "heads": fedrot.AlignmentOptions(parts=("heads",), chance=0),
-    "whole": fedrot.AlignmentOptions(parts=EVERYTHING),
-    "biases": fedrot.AlignmentOptions(canonical=True, chance=0),
+    "heads": AlignmentOptions(parts=("heads",), chance=0),
+    "whole": AlignmentOptions(parts=EVERYTHING),
+    "biases": AlignmentOptions(canonical=True, chance=0),
 }
 #: How often the host may wait for the device while one layer is aligned to an anchor it
 #: is near or far from. A rotation's iterations ask after every step whether they are
@@ -65,10 +66,10 @@ def _models(family: str) -> tuple[State, State, State]:
     return anchor, near, far
 
 
-def _options(name: str, symmetry: fedrot.Symmetry) -> fedrot.AlignmentOptions:
+def _options(name: str, symmetry: Symmetry) -> AlignmentOptions:
     given = OPTIONS[name]
     kept = tuple(part for part in given.parts if part not in symmetry.refused)
-    return fedrot.AlignmentOptions(**{**vars(given), "parts": kept})
+    return AlignmentOptions(**{**vars(given), "parts": kept})
 
 
 def _fetched(tensors: Mapping[str, Tensor]) -> State:
@@ -90,12 +91,12 @@ def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> 
     anchor, *clients = _models(family)
     options = _options(which, symmetry)
     for client in clients:
-        wanted = fedrot.align(client, anchor, symmetry, options)
+        wanted = align(client, anchor, symmetry, options)
         moved = wanted.apply(client)
         back = wanted.inverse().apply(moved)
         with Pretend() as device:
             there = device.put(client)
-            found = fedrot.align(there, device.put(anchor), symmetry, options)
+            found = align(there, device.put(anchor), symmetry, options)
             assert {move.element.device for move in found.moves} <= {DEVICE}
             device.uploads = 0
             result = found.apply(there)
@@ -103,8 +104,8 @@ def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> 
             assert device.uploads == 0
             ours = _fetched(result), _fetched(again)
             elsewhere = found.apply(client)
-            with pytest.raises(fedrot.UpdateError, match="one device"):
-                fedrot.align(there, anchor, symmetry, replace(EAGER, parts=("ffn",)))
+            with pytest.raises(UpdateError, match="one device"):
+                align(there, anchor, symmetry, replace(EAGER, parts=("ffn",)))
         assert largest_difference(ours[0], moved) <= 1e-6
         assert largest_difference(ours[1], back) <= 1e-6
         assert largest_difference(elsewhere, moved) <= 1e-6
@@ -135,8 +136,8 @@ def test_the_host_seldom_waits(family: str, which: str) -> None:
         )
         # Far from the anchor, chance is found by matching null models, for each of
         # which the host waits.
-        options = fedrot.AlignmentOptions() if which == "near" else EAGER
-        alignment = fedrot.align(there, here, symmetry, options)
+        options = AlignmentOptions() if which == "near" else EAGER
+        alignment = align(there, here, symmetry, options)
         assert 0 < device.reads <= READS[which] * symmetry.layers
         if which == "near":
             assert device.uploads == 0
@@ -145,11 +146,9 @@ def test_the_host_seldom_waits(family: str, which: str) -> None:
         assert (device.reads, device.uploads) == (0, 0)
 
 
-def _statistics(
-    client: State, symmetry: fedrot.Symmetry
-) -> dict[str, dict[str, Tensor]]:
+def _statistics(client: State, symmetry: Symmetry) -> dict[str, State]:
     """Return statistics of every kind that aggregators ask for."""
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     grams = {}
     fisher = {}
     for name, tensor in client.items():
@@ -183,7 +182,7 @@ def test_aggregation_on_the_device_is_that_on_the_cpu(which: str) -> None:
         for weight, client in enumerate(clients, start=1):
             given = _statistics(client, symmetry)
             there = put(client)
-            alignment = fedrot.align(there, put(anchor), symmetry, options)
+            alignment = align(there, put(anchor), symmetry, options)
             statistics = alignment.transport({kind: put(given[kind]) for kind in kinds})
             aggregator.add(alignment.apply(there), weight, statistics)
         return aggregator.result()

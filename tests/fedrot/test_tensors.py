@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedrot
+from fedrot import (
+    AlignmentOptions,
+    align,
+    align_round,
+    canonical,
+    collect_activations,
+    diagnose,
+    random_equivalent,
+    symmetry_of,
+)
 from fedrot.aggregation import Mean
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.strategies import to_arrays
@@ -29,7 +38,6 @@ from tests.models import (
 )
 
 NAME = "bert-classifier"
-WHOLE = fedrot.WHOLE_MODEL
 Change = Callable[[Tensor], Tensor | None]
 
 
@@ -70,7 +78,7 @@ def test_a_bad_update_or_anchor_is_refused_by_name(
     bad = {name: value for name, value in bad.items() if value is not None}
     for update, anchor, parts in ((bad, good, FULL), (good, bad, ("attention", "ffn"))):
         with pytest.raises(UpdateError, match=word) as caught:
-            fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=parts))
+            align(update, anchor, symmetry, AlignmentOptions(parts=parts))
         assert f"'{tensor}'" in str(caught.value)
 
 
@@ -103,10 +111,10 @@ def test_every_part_refuses_values_that_are_not_finite_or_overflow(
         given[damaged][key] = _entry(value)(given[damaged][key])
         word = "overflow" if 1 < value < float("inf") else "NaN or Inf"
         with pytest.raises(UpdateError, match=word) as caught:
-            fedrot.align(
+            align(
                 **given,
                 symmetry=symmetry_for(NAME),
-                options=fedrot.AlignmentOptions(parts=parts),
+                options=AlignmentOptions(parts=parts),
             )
         assert f"'{key}'" in str(caught.value)
 
@@ -133,14 +141,14 @@ def test_a_tensor_that_cannot_be_computed_with_is_named(name: str, kind: str) ->
     symmetry = symmetry_for(NAME)
     strange = {**state, name: made(state[name])}
     calls = [
-        lambda: fedrot.align(strange, state, symmetry),
-        lambda: fedrot.align(state, strange, symmetry),
-        lambda: fedrot.canonical(strange, symmetry),
+        lambda: align(strange, state, symmetry),
+        lambda: align(state, strange, symmetry),
+        lambda: canonical(strange, symmetry),
         lambda: Mean().add(strange, 1),
         lambda: to_arrays(strange),
     ]
     if kind != "without values":  # A symmetry needs shapes alone.
-        calls.append(lambda: fedrot.symmetry_of(config_of(NAME), strange))
+        calls.append(lambda: symmetry_of(config_of(NAME), strange))
     for call in calls:
         with pytest.raises(FedrotError, match=re.escape(name)) as caught:
             call()
@@ -148,7 +156,7 @@ def test_a_tensor_that_cannot_be_computed_with_is_named(name: str, kind: str) ->
 
 
 def _align(update: Any, anchor: Any, symmetry: Any = None, options: Any = None) -> Any:
-    return fedrot.align(update, anchor, symmetry or symmetry_for(NAME), options)
+    return align(update, anchor, symmetry or symmetry_for(NAME), options)
 
 
 Call = Callable[[Any, Any], Any]
@@ -165,11 +173,11 @@ CALLS = {
             "as_tensor",
         ),
         (
-            lambda model, state: fedrot.random_equivalent(model, symmetry_for(NAME)),
+            lambda model, state: random_equivalent(model, symmetry_for(NAME)),
             "state_dict()",
         ),
         (
-            lambda model, state: fedrot.random_equivalent(
+            lambda model, state: random_equivalent(
                 {"a": state[QUERY]}, symmetry_for(NAME)
             ),
             "is missing",
@@ -200,26 +208,24 @@ CALLS = {
             "is a BertConfig; build it first",
         ),
         (
-            lambda model, state: fedrot.random_equivalent(state, model.config),
+            lambda model, state: random_equivalent(state, model.config),
             "fedrot.symmetry_of",
         ),
         (
-            lambda model, state: fedrot.align_round([], state, model.config),
+            lambda model, state: align_round([], state, model.config),
             "fedrot.symmetry_of",
         ),
         (
-            lambda model, state: fedrot.diagnose(state, [state], {}),
+            lambda model, state: diagnose(state, [state], {}),
             "fedrot.symmetry_of",
         ),  # type: ignore[arg-type]
         (
-            lambda model, state: fedrot.collect_activations(
-                model, model, [], model.config
-            ),
+            lambda model, state: collect_activations(model, model, [], model.config),
             "fedrot.symmetry_of",
         ),
-        (lambda model, state: fedrot.symmetry_of(model, state), "model.config"),
+        (lambda model, state: symmetry_of(model, state), "model.config"),
         (
-            lambda model, state: fedrot.symmetry_of(model.config, model),
+            lambda model, state: symmetry_of(model.config, model),
             "model.state_dict()",
         ),
     ],
@@ -229,14 +235,14 @@ CALLS = {
             "(parts=('attention',))",
         ),
         (
-            lambda model, state: fedrot.collect_activations(
+            lambda model, state: collect_activations(
                 state, state, [], symmetry_for(NAME)
             ),
             "pass the two models, not their tensors",
         ),
         (
-            lambda model, state: fedrot.align_round(
-                [], state, symmetry_for(NAME), fedrot.AlignmentOptions(anchor="nearest")
+            lambda model, state: align_round(
+                [], state, symmetry_for(NAME), AlignmentOptions(anchor="nearest")
             ),
             "'nearest'; choose from global, running",
         ),

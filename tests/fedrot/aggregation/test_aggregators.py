@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from fedrot.aggregation import Fisher, Mean, RegMean, aggregations
 from fedrot.errors import FedrotError, UpdateError
+from tests.models import Parts, Settings, copied
 
 Array = np.ndarray
 OUT, IN = 3, 6
@@ -47,7 +48,7 @@ class Client:
         return np.broadcast_to(trained[:, None], (OUT, IN))
 
     def sent(
-        self, kinds: tuple[str, ...], dtype: torch.dtype = torch.float64, **change: Any
+        self, kinds: Parts, dtype: torch.dtype = torch.float64, **change: Any
     ) -> tuple:
         """Return what ``add`` takes; ``change`` replaces pieces of it."""
         update = {
@@ -158,7 +159,7 @@ def regmean(
 class Case:
     build: Callable[[], Any]
     oracle: Callable[[list[Client], str], Array]
-    kinds: tuple[str, ...] = ()
+    kinds: Parts = ()
 
 
 CASES = {
@@ -257,7 +258,7 @@ BAD_UPDATES = {
 BAD_VALUES = {"trained": BIAS, "gram": -torch.eye(IN), "fisher": -ONES}
 
 
-def bad(case: Case) -> dict[str, dict[str, Any]]:
+def bad(case: Case) -> dict[str, Settings]:
     found = dict(BAD_UPDATES)
     good = clients(9)[0].sent(case.kinds)[2]
     for kind in ("trained", *case.kinds):
@@ -346,7 +347,7 @@ def test_results_may_be_taken_in_between_and_share_nothing(
     one, two = clients(3, 2, masks)
     aggregator = case.build()
     sent = one.sent(case.kinds), two.sent(case.kinds)
-    kept = [{n: t.clone() for n, t in update.items()} for update, _, _ in sent]
+    kept = [copied(update) for update, _, _ in sent]
     sent[0][0][W].requires_grad_()
     aggregator.add(*sent[0])
     for tensor in aggregator.result().values():

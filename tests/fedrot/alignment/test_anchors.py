@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-import fedrot
+from fedrot import (
+    WHOLE_MODEL,
+    Activations,
+    AlignmentOptions,
+    Symmetry,
+    UpdateError,
+    align,
+    align_round,
+    random_equivalent,
+    symmetry_of,
+)
 from fedrot.aggregation import Mean
 from fedrot.alignment import anchors
 from fedrot.alignment.align import Alignment
@@ -30,6 +40,7 @@ from tests.models import (
     EVERY,
     FULL,
     State,
+    align_tensors,
     config_of,
     largest_difference,
     near,
@@ -40,7 +51,7 @@ from tests.models import (
 
 ANCHOR = pytest.mark.parametrize("anchor", ["global", "running"])
 NAME = "bert-classifier"
-WHOLE = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
+WHOLE = AlignmentOptions(parts=WHOLE_MODEL)
 DEFAULT = {"attention", "ffn"}
 WEIGHTS = (3.0, 1.0, 2.0, 5.0)
 
@@ -63,13 +74,13 @@ def _mean(clients: Round) -> State:
 def _round(
     clients: Round,
     broadcast: State,
-    symmetry: fedrot.Symmetry,
+    symmetry: Symmetry,
     anchor: str,
-    options: fedrot.AlignmentOptions = EAGER,
+    options: AlignmentOptions = EAGER,
     **given: Any,
 ) -> tuple[State, list[AlignedUpdate]]:
     options = replace(options, anchor=anchor)
-    results = list(fedrot.align_round(clients, broadcast, symmetry, options, **given))
+    results = list(align_round(clients, broadcast, symmetry, options, **given))
     return _mean([(dict(result.tensors), result.weight) for result in results]), results
 
 
@@ -87,11 +98,11 @@ def test_clients_of_one_basis_are_averaged_as_they_are_and_others_brought_back(
     broadcast, symmetry, defaults = (
         state_of(NAME),
         symmetry_for(NAME),
-        fedrot.AlignmentOptions(),
+        AlignmentOptions(),
     )
     clients = _clients(broadcast)
     scrambled = [
-        (fedrot.random_equivalent(update, symmetry, seed), weight)
+        (random_equivalent(update, symmetry, seed), weight)
         for seed, (update, weight) in enumerate(clients)
     ]
     honest, results = _round(clients, broadcast, symmetry, anchor, defaults)
@@ -116,7 +127,7 @@ def test_each_update_is_aligned_to_its_anchor_and_inputs_stay(anchor: str) -> No
         to = broadcast if anchor == "global" or i == 0 else _mean(aligned)
         update = state_of(NAME, 60 + i)
         assert largest_difference(clients[i][0], update) == 0
-        expected = fedrot.align(update, to, symmetry, EAGER).apply(update)
+        expected = align_tensors(update, to, symmetry, EAGER)
         assert largest_difference(result.tensors, expected) <= 1e-8
         aligned.append((expected, weight))
     assert largest_difference(broadcast, state_of(NAME)) == 0
@@ -135,14 +146,14 @@ def test_updates_are_read_lazily_and_a_bad_one_is_refused(anchor: str) -> None:
             read.append(i)
             yield client
 
-    options = fedrot.AlignmentOptions(anchor=anchor)
-    assert list(fedrot.align_round([], broadcast, symmetry, options)) == []
-    results = fedrot.align_round(updates(), broadcast, symmetry, options)
+    options = AlignmentOptions(anchor=anchor)
+    assert list(align_round([], broadcast, symmetry, options)) == []
+    results = align_round(updates(), broadcast, symmetry, options)
     assert read == []
     for i in range(3):
         next(results)
         assert read == list(range(i + 1))
-    with pytest.raises(fedrot.UpdateError, match="NaN or Inf"):
+    with pytest.raises(UpdateError, match="NaN or Inf"):
         next(results)
 
 
@@ -153,7 +164,7 @@ def test_updates_are_read_lazily_and_a_bad_one_is_refused(anchor: str) -> None:
 def test_embeddings_tell_one_base_from_another(name: str) -> None:
     base = state_of(name)
     symmetry = symmetry_for(name)
-    inside = fedrot.random_equivalent(base, symmetry, 1, FULL)
+    inside = random_equivalent(base, symmetry, 1, FULL)
     for same in (base, inside):
         assert base_cosine(same, base, symmetry) == pytest.approx(1, abs=1e-12)
     assert base_cosine(near(base, 0.1), base, symmetry) > 0.98
@@ -161,7 +172,7 @@ def test_embeddings_tell_one_base_from_another(name: str) -> None:
         {k: -v for k, v in base.items()}, base, symmetry
     ) == pytest.approx(-1)
     for other in (
-        fedrot.random_equivalent(base, symmetry, 1, ("residual",)),
+        random_equivalent(base, symmetry, 1, ("residual",)),
         state_of(name, 5),
     ):
         assert abs(base_cosine(other, base, symmetry)) < 0.25
@@ -212,7 +223,7 @@ def test_the_cosine_is_that_of_the_matrices_of_the_stream(
 
 def test_where_nothing_can_be_compared_all_bases_are_one() -> None:
     for name in BARE:
-        symmetry = fedrot.symmetry_of(config_of(name), state_of(name))
+        symmetry = symmetry_of(config_of(name), state_of(name))
         assert base_cosine(state_of(name, 5), state_of(name), symmetry) == 1
     base = state_of(NAME)
     zeros = {k: torch.zeros_like(v) for k, v in base.items()}
@@ -233,27 +244,25 @@ def test_other_basis_updates_are_aligned_by_their_own_options_and_evidence(
     asked = list[float]()
     moved = list(clients)
     for i in (1, 3):
-        update = fedrot.random_equivalent(
-            clients[i][0], symmetry, i, fedrot.WHOLE_MODEL
-        )
+        update = random_equivalent(clients[i][0], symmetry, i, WHOLE_MODEL)
         moved[i] = (update, clients[i][1])
 
-    def evidence(to: State, update: State) -> fedrot.Activations:
+    def evidence(to: State, update: State) -> Activations:
         asked.append(base_cosine(update, to, symmetry))
-        return fedrot.Activations({}, {})
+        return Activations({}, {})
 
     given = (broadcast, symmetry, anchor)
     plain, _ = _round(clients, *given)
     expected, _ = _round(clients, *given, other_basis=WHOLE, evidence=evidence)
     assert largest_difference(expected, plain) == 0
-    inside = fedrot.AlignmentOptions(parts=("heads", "ffn"))
+    inside = AlignmentOptions(parts=("heads", "ffn"))
     _round(moved, *given, other_basis=inside, evidence=evidence)
     assert asked == []
     found, results = _round(moved, *given, other_basis=WHOLE, evidence=evidence)
     assert largest_difference(found, expected) <= 1e-6
     assert [_parts(result) for result in results] == [
         DEFAULT,
-        {*fedrot.WHOLE_MODEL},
+        {*WHOLE_MODEL},
     ] * 2
     assert len(asked) == 2
     assert max(asked) < SAME_BASIS
@@ -294,9 +303,9 @@ def test_evidence_decides_what_weights_leave_open() -> None:
     assert drawn == [2]
     given = {"other_basis": WHOLE, "evidence": evidence}
     _, (result,) = _round([(update, 1.0)], broadcast, symmetry, "global", **given)
-    expected = fedrot.align(update, broadcast, symmetry, WHOLE, seen).apply(update)
+    expected = align_tensors(update, broadcast, symmetry, WHOLE, seen)
     assert largest_difference(result.tensors, expected) == 0
-    by_weights = fedrot.align(update, broadcast, symmetry, WHOLE).apply(update)
+    by_weights = align_tensors(update, broadcast, symmetry, WHOLE)
     assert largest_difference(result.tensors, by_weights) > 1e-3
 
 
@@ -312,7 +321,7 @@ def test_clients_that_trained_far_from_one_start_share_a_basis(anchor: str) -> N
     assert base_cosine(*updates, symmetry) < SAME_BASIS
     given = [(update, 1.0) for update in updates]
     _, results = _round(
-        given, base, symmetry, anchor, fedrot.AlignmentOptions(), other_basis=WHOLE
+        given, base, symmetry, anchor, AlignmentOptions(), other_basis=WHOLE
     )
     assert [_parts(result) for result in results] == [DEFAULT, DEFAULT]
 
@@ -349,8 +358,8 @@ def test_an_anchor_forgets_whom_it_was_not_moved_towards() -> None:
 
     def find(update: Tensors, to: Anchor) -> Alignment:
         if any(to is one for one in refused):
-            raise fedrot.UpdateError("cannot be matched")
-        return fedrot.align(update, to, symmetry)
+            raise UpdateError("cannot be matched")
+        return align(update, to, symmetry)
 
     rule = RunningAnchor(broadcast, find)
     first, dropped, last = (near(base, 1e-3, seed) for seed in (1, 2, 3))

@@ -17,7 +17,15 @@ import pytest
 import torch
 import transformers
 
-import fedrot
+from fedrot import (
+    AlignmentOptions,
+    FedrotError,
+    Symmetry,
+    UpdateError,
+    align,
+    align_round,
+    symmetry_of,
+)
 from fedrot.aggregation import Mean
 from fedrot.alignment import by_layer
 from fedrot.alignment.by_layer import (
@@ -31,20 +39,28 @@ from fedrot.report import AlignmentReport
 from fedrot.symmetry.groups import Move, apply_moves
 from fedrot.tensors import checked_device
 from tests.families import KINDS, state_of, symmetry_for
+from tests.fedrot.oracles import seeded
 from tests.fedrot.pretend import DEVICE, Pretend
-from tests.models import EAGER, EVERYTHING, FULL, State, largest_difference
+from tests.models import (
+    EAGER,
+    EVERYTHING,
+    FULL,
+    State,
+    align_tensors,
+    largest_difference,
+)
 
 CPU = torch.device("cpu")
 PLACES = {"cpu": CPU, "device": DEVICE}
 NEURONS = 96
 OPTIONS = {
-    "default": fedrot.AlignmentOptions(),
+    "default": AlignmentOptions(),
     "eager": EAGER,
-    "layers": fedrot.AlignmentOptions(parts=FULL, chance=0),
-    "biases": fedrot.AlignmentOptions(canonical=True, chance=0),
-    "last": fedrot.AlignmentOptions(layers="last:1", chance=0),
-    "whole": fedrot.AlignmentOptions(parts=EVERYTHING),
-    "nothing": fedrot.AlignmentOptions(parts=()),
+    "layers": AlignmentOptions(parts=FULL, chance=0),
+    "biases": AlignmentOptions(canonical=True, chance=0),
+    "last": AlignmentOptions(layers="last:1", chance=0),
+    "whole": AlignmentOptions(parts=EVERYTHING),
+    "nothing": AlignmentOptions(parts=()),
 }
 
 
@@ -58,7 +74,7 @@ def fold_by_layer(
     return report()
 
 
-def options_of(name: str, symmetry: fedrot.Symmetry) -> fedrot.AlignmentOptions:
+def options_of(name: str, symmetry: Symmetry) -> AlignmentOptions:
     kept = tuple(part for part in OPTIONS[name].parts if part not in symmetry.refused)
     return replace(OPTIONS[name], parts=kept)
 
@@ -78,7 +94,7 @@ def models(family: str = "llama") -> tuple[State, State]:
     return anchor, client
 
 
-def size_of(part: fedrot.Symmetry) -> int:
+def size_of(part: Symmetry) -> int:
     return sum(math.prod(shape) for shape in part.shapes.values())
 
 
@@ -126,7 +142,7 @@ def test_a_layer_is_a_part_and_packets_are_no_larger_unless_a_single_tensor_is()
     assert whole.groups == symmetry.rotated.select(options_of("whole", symmetry).parts)
 
     symmetry = llama(8)
-    parts = parts_of(symmetry, fedrot.AlignmentOptions(layers=[3]))
+    parts = parts_of(symmetry, AlignmentOptions(layers=[3]))
     (layer,) = (part for part in parts if part.groups)
     packets = [part for part in parts if not part.groups]
     assert math.prod(symmetry.shapes["lm_head.weight"]) < size_of(layer)
@@ -137,14 +153,12 @@ def test_a_layer_is_a_part_and_packets_are_no_larger_unless_a_single_tensor_is()
         size_of(one) + size_of(other) > size_of(layer)
         for one, other in pairwise(packets)
     )
-    nothing = parts_of(symmetry, fedrot.AlignmentOptions(parts=()))
+    nothing = parts_of(symmetry, AlignmentOptions(parts=()))
     assert [list(part.shapes) for part in nothing] == [
         [name] for name in symmetry.shapes
     ]
     large = {**symmetry.shapes, "lm_head.weight": (1000, 32)}
-    parts = parts_of(
-        replace(symmetry, shapes=large), fedrot.AlignmentOptions(layers=[3])
-    )
+    parts = parts_of(replace(symmetry, shapes=large), AlignmentOptions(layers=[3]))
     (alone,) = (part for part in parts if "lm_head.weight" in part.shapes)
     assert list(alone.shapes) == ["lm_head.weight"]
 
@@ -172,7 +186,7 @@ def test_the_parts_together_are_the_whole(
     symmetry = symmetry_for(family)
     anchor, client = models(family)
     options = options_of(which, symmetry)
-    alignment = fedrot.align(client, anchor, symmetry, options)
+    alignment = align(client, anchor, symmetry, options)
     moved = {}
     reports = []
     with Pretend():
@@ -206,7 +220,7 @@ def test_the_parts_together_are_the_whole(
 
 def test_on_the_cpu_nothing_is_copied() -> None:
     anchor, client = models("bert")
-    options = fedrot.AlignmentOptions(parts=())
+    options = AlignmentOptions(parts=())
     seen = {}
     for part in align_by_layer(client, anchor, symmetry_for("bert"), options):
         seen |= {name: tensor.data_ptr() for name, tensor in part.tensors.items()}
@@ -233,7 +247,7 @@ def test_a_mean_folded_by_layer_is_that_of_a_round(where: str) -> None:
     clients = [(first, 3.0), (second, 1.0), (third, 2.0)]
     wanted = Mean()
     mean = Mean()
-    for result in fedrot.align_round(clients, broadcast, symmetry):
+    for result in align_round(clients, broadcast, symmetry):
         wanted.add(result.tensors, result.weight)
     with Pretend() as device:
         for client, weight in clients:
@@ -270,7 +284,7 @@ def test_statistics_of_what_moves_move_with_it_whatever_comes_beside_them(
         "trained": {neurons: trained},
         "fisher": {labels: torch.ones(symmetry.shapes[labels])},
     }
-    alignment = fedrot.align(moved, anchor, symmetry)
+    alignment = align(moved, anchor, symmetry)
     wanted = Mean()
     mean = Mean()
     wanted.add(anchor, 1.0)
@@ -294,25 +308,21 @@ def test_a_wrong_last_tensor_is_refused_before_the_first_part(which: str) -> Non
     given = {"update": client, "anchor": anchor}
     name = next(reversed(client))
     given[which] = {**given[which], name: given[which][name][:-1]}
-    with pytest.raises(fedrot.UpdateError, match=name):
+    with pytest.raises(UpdateError, match=name):
         next(align_by_layer(given["update"], given["anchor"], symmetry))
 
 
 @cache
-def llama(layers: int) -> fedrot.Symmetry:
+def llama(layers: int) -> Symmetry:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": NEURONS}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(num_hidden_layers=layers, **sizes, **heads)
     with torch.device("meta"):
-        return fedrot.symmetry_of(
-            config, transformers.LlamaForCausalLM(config).state_dict()
-        )
+        return symmetry_of(config, transformers.LlamaForCausalLM(config).state_dict())
 
 
-def random(
-    symmetry: fedrot.Symmetry, seed: int, dtype: torch.dtype = torch.bfloat16
-) -> State:
-    generator = torch.Generator().manual_seed(seed)
+def random(symmetry: Symmetry, seed: int, dtype: torch.dtype = torch.bfloat16) -> State:
+    generator = seeded(seed)
     return {
         name: (torch.randn(shape, generator=generator) / 8).to(dtype)
         for name, shape in symmetry.shapes.items()
@@ -385,7 +395,7 @@ def test_pinned_memory_is_not_filled_again_before_it_was_sent(
             for part in align_by_layer(client, anchor, symmetry, EAGER, DEVICE)
             for name, tensor in part.tensors.items()
         }
-    wanted = fedrot.align(client, anchor, symmetry, EAGER).apply(client)
+    wanted = align_tensors(client, anchor, symmetry, EAGER)
     assert {tensor.dtype for tensor in moved.values()} == {dtype}
     assert largest_difference(moved, wanted) <= torch.finfo(dtype).eps
 
@@ -405,10 +415,10 @@ def test_leaving_early_ends_the_copies() -> None:
 
 def test_a_device_that_does_not_exist_is_refused() -> None:
     assert checked_device("cpu") == CPU
-    with pytest.raises(fedrot.FedrotError, match="'nowhere'"):
+    with pytest.raises(FedrotError, match="'nowhere'"):
         checked_device("nowhere")
     if not torch.cuda.is_available():
-        with pytest.raises(fedrot.FedrotError, match="'cuda'"):
+        with pytest.raises(FedrotError, match="'cuda'"):
             checked_device("cuda")
     with Pretend():
         assert checked_device("cuda") == torch.device("cuda")

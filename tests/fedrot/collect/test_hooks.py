@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedrot
+from fedrot import collect_activations, collect_fisher, collect_gram
 from fedrot.task_head.losses import collect_losses
 from fedrot.task_head.sums import collect_classes
 from tests.models import fresh_model, inputs, largest_difference, state_of, symmetry_for
@@ -18,22 +18,20 @@ NAME = "bert-classifier"
 
 
 def activations(model: Any, batches: Iterable[Any]) -> Mapping[str, Tensor]:
-    seen = fedrot.collect_activations(
-        model, fresh_model(NAME), batches, symmetry_for(NAME)
-    )
+    seen = collect_activations(model, fresh_model(NAME), batches, symmetry_for(NAME))
     return seen.matrices
 
 
 COLLECTORS = {
-    "gram": lambda model, batches: fedrot.collect_gram(model, batches)["gram"],
-    "fisher": lambda model, batches: fedrot.collect_fisher(model, batches)["fisher"],
+    "gram": lambda model, batches: collect_gram(model, batches)["gram"],
+    "fisher": lambda model, batches: collect_fisher(model, batches)["fisher"],
     "classes": lambda model, batches: vars(
         collect_classes(model, batches, "classifier")
     ),
     "losses": lambda model, batches: vars(collect_losses(model, batches)),
     "anchor's activations": activations,
     "client's activations": lambda model, batches: (
-        fedrot.collect_activations(
+        collect_activations(
             fresh_model(NAME), model, batches, symmetry_for(NAME)
         ).matrices
     ),

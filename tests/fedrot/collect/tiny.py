@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from tests.fedrot.oracles import seeded
-from tests.models import VOCABULARY
+from tests.models import VOCABULARY, State
 
 Batch = Mapping[str, Tensor]
 CONV1D = transformers.pytorch_utils.Conv1D
@@ -50,7 +50,7 @@ def batch_of(
     length: int = 8,
     padding: int = 3,
     vocabulary: int = VOCABULARY,
-) -> dict[str, Tensor]:
+) -> State:
     """Return token sequences, the first one padded."""
     ids = torch.randint(4, vocabulary, (rows, length), generator=seeded(seed))
     mask = torch.ones_like(ids)

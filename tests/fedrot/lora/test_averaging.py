@@ -26,8 +26,10 @@ from fedrot.lora.gauges import GAUGES, Wanted, rotated
 from fedrot.lora.methods import METHODS
 from fedrot.lora.module_sums import ModuleSums
 from fedrot.lora.products import ProductSum, decomposed
+from tests.fedrot.oracles import eye, normal, seeded
+from tests.models import State, copied
 
-Adapter = dict[str, Tensor]
+Adapter = State
 IN, OUT = 9, 7
 MODULES = {
     "base_model.model.layer.query": (IN, OUT),
@@ -41,8 +43,8 @@ EXACT = AdapterOptions("exact")
 
 
 def drawing(seed: int) -> Callable[..., Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    generator = seeded(seed)
+    return lambda *shape: normal(generator, *shape)
 
 
 def factor(module: str, name: str = "A") -> str:
@@ -572,7 +574,7 @@ def test_adapters_of_embeddings_stay_trainable(gauge: str, trained: int) -> None
     start = {a: torch.zeros(6, 30, dtype=torch.float64), b: drawn(20, 6)}
     sent = []
     for _ in range(2):  # Clients that saw a few tokens.
-        own = {name: tensor.clone() for name, tensor in start.items()}
+        own = copied(start)
         own[a][:, :trained] = 0.1 * drawn(6, trained)
         sent.append(own)
     found, _ = average_adapters(
@@ -687,7 +689,7 @@ def test_a_bounded_sum_says_what_it_lost(
     assert terms.norm == pytest.approx(float(torch.linalg.norm(ours)), rel=1e-5)
     u = terms.u.double()
     vt = terms.vt.double()
-    identity = torch.eye(len(terms.s), dtype=torch.float64)
+    identity = eye(len(terms.s))
     strong = (
         terms.s.double()[:, None] * terms.s.double() > 1e-3 * float(terms.s[0]) ** 2
     )

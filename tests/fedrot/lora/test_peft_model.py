@@ -13,6 +13,7 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora import adapter_tensors, fitted, load_adapter, load_as_sent, train_only
 from fedrot.lora.adapters import factors, pairs_of
 from tests.fedrot.lora.test_peft import bert, gpt2, outputs
+from tests.models import copied
 
 
 class Layers(nn.Module):
@@ -193,7 +194,7 @@ def test_nothing_is_loaded_if_more_than_ranks_differs(wrong: str, load: Any) -> 
 def test_what_is_sent_does_not_change_with_the_model() -> None:
     model = layers()
     sent = adapter_tensors(model)
-    before = {name: tensor.clone() for name, tensor in sent.items()}
+    before = copied(sent)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)

@@ -17,13 +17,13 @@ from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 from torch import Tensor
 
-import fedrot
+from fedrot import AlignmentOptions, align, random_equivalent
 from fedrot.matching import assignment
 from fedrot.matching.anchor import Anchor
 from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.groups import Group, Slice, Slot
 from tests import models
-from tests.fedrot.oracles import Array, seeded
+from tests.fedrot.oracles import Array, eye, normal, seeded
 from tests.models import FEW, Names, State, near, state_of, symmetry_for
 
 Solve = Callable[[Tensor, Tensor | None], tuple[Tensor | None, float]]
@@ -51,7 +51,7 @@ def test_permutation_is_the_full_assignment_s(
     name: str, regime: str, dtype: Any
 ) -> None:
     names = models.CASES[name].names
-    options = fedrot.AlignmentOptions(parts=("ffn",), chance=0)
+    options = AlignmentOptions(parts=("ffn",), chance=0)
     for seed in range(2):
         anchor = state_of(name, dtype=dtype)
         symmetry = symmetry_for(name)
@@ -60,8 +60,8 @@ def test_permutation_is_the_full_assignment_s(
         else:
             update = near(anchor, 0.6 if regime == "noisy-shuffled" else 0.05, seed)
         if "shuffled" in regime:
-            update = fedrot.random_equivalent(update, symmetry, seed, ("ffn",))
-        alignment = fedrot.align(update, anchor, symmetry, options)
+            update = random_equivalent(update, symmetry, seed, ("ffn",))
+        alignment = align(update, anchor, symmetry, options)
         elements = {move.group.layer: move.element for move in alignment.moves}
         for layer in range(2):
             mine = elements.get(layer, torch.arange(models.NEURONS)).numpy()
@@ -134,7 +134,7 @@ def test_a_bound_holds_when_the_anchor_moves_towards_its_clients(
     group = _neurons(n)
     start = torch.from_numpy(size * _clustered(seed, n, width, spread)).to(dtype)
     anchor = Anchor({"w": start})
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     anchor.separation(group, columns)
     current = start
     for step in range(4):
@@ -286,7 +286,7 @@ def test_separation_never_exceeds_the_true_distance(
 
 def test_the_separation_of_signed_neurons_is_tight() -> None:
     """Once where another neuron is nearest, once where the neuron's own negative is."""
-    gate, up = torch.randn(2, 12, 40, generator=seeded(2), dtype=torch.float64)
+    gate, up = normal(seeded(2), 2, 12, 40)
     one, other = (torch.cat([gate, sign * 3 * up], dim=1) for sign in (1, -1))
     others = torch.minimum(
         torch.cdist(one, one), torch.cdist(one, other)
@@ -369,11 +369,9 @@ def _all_signed(n: int) -> Iterator[tuple[int, ...]]:
     regime=st.sampled_from(["any", "near", "opposed"]),
 )
 def test_signed_assignment_equals_brute_force(seed: int, n: int, regime: str) -> None:
-    score = torch.randn(n, n, generator=seeded(seed), dtype=torch.float64)
+    score = normal(seeded(seed), n, n)
     if regime != "any":
-        score = score + (8 if regime == "near" else -8) * torch.eye(
-            n, dtype=torch.float64
-        )
+        score = score + (8 if regime == "near" else -8) * eye(n)
 
     def value(element: Iterable[int]) -> float:
         return sum(

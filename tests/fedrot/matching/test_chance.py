@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 from transformers import BertConfig, BertForSequenceClassification
 
-import fedrot
+from fedrot import WHOLE_MODEL, AlignmentOptions, Symmetry, align, random_equivalent
 from fedrot.alignment.anchors import align_round
 from fedrot.matching import chance
 from fedrot.matching.anchor import Anchor, Spread
@@ -29,7 +29,7 @@ from fedrot.symmetry import Group, symmetry_of
 from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Move, Slice, Slot, apply_moves
 from tests import families
-from tests.fedrot.oracles import seeded
+from tests.fedrot.oracles import normal, seeded
 from tests.models import State
 
 #: Members with rotations, phases and signs, with biases, ties, shared heads and
@@ -46,9 +46,7 @@ SHAPES = (
 )
 
 
-def bert(
-    width: int = 64, heads: int = 2, layers: int = 1
-) -> tuple[State, fedrot.Symmetry]:
+def bert(width: int = 64, heads: int = 2, layers: int = 1) -> tuple[State, Symmetry]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = BertConfig(
@@ -84,10 +82,10 @@ def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> Non
     found = defaultdict[str, float](float)
     expected = dict[str, float]()
     seeds = 12
-    options = fedrot.AlignmentOptions(parts=("attention",), chance=0)
+    options = AlignmentOptions(parts=("attention",), chance=0)
     for seed in range(seeds):
         update = isotropic(state, 1e-4, seed)
-        for row in fedrot.align(update, state, symmetry, options).report.groups:
+        for row in align(update, state, symmetry, options).report.groups:
             assert row.chance is not None
             found[row.group] += row.found / row.before / seeds
             expected[row.group] = row.chance / row.before
@@ -115,12 +113,10 @@ def test_noise_moves_hardly_any_group(name: str, scale: float) -> None:
     parts = tuple(
         part for part in ("heads", "attention", "ffn") if part not in symmetry.refused
     )
-    options = fedrot.AlignmentOptions(parts=parts)
+    options = AlignmentOptions(parts=parts)
     updates = (isotropic(state, scale, seed) for seed in range(8))
     rows = [
-        row
-        for u in updates
-        for row in fedrot.align(u, state, symmetry, options).report.groups
+        row for u in updates for row in align(u, state, symmetry, options).report.groups
     ]
     assert len(rows) >= 20
     assert sum(row.moved > 0 for row in rows) <= 0.01 * len(rows)
@@ -136,15 +132,15 @@ def test_far_from_an_anchor_chance_is_drawn() -> None:
     found = defaultdict[str, float](float)
     claimed = defaultdict[str, float](float)
     for seed in range(8):
-        judged = fedrot.AlignmentOptions(parts=parts)
-        for row in fedrot.align(
+        judged = AlignmentOptions(parts=parts)
+        for row in align(
             isotropic(state, scale, seed), state, symmetry, judged
         ).report.groups:
             assert row.chance is not None
             claimed[row.group] += row.chance / row.before / 8
         other = isotropic(state, scale, 100 + seed)
-        moving = fedrot.AlignmentOptions(parts=parts, chance=0)
-        for row in fedrot.align(other, state, symmetry, moving).report.groups:
+        moving = AlignmentOptions(parts=parts, chance=0)
+        for row in align(other, state, symmetry, moving).report.groups:
             found[row.group] += row.found / row.before / 8
     assert len(found) == 3
     for group, share in found.items():
@@ -159,7 +155,7 @@ def test_the_anchor_s_own_noise_is_accounted_for(anchor: str, factor: float) -> 
     as sampled.
     """
     state, symmetry = bert(heads=4)
-    options = fedrot.AlignmentOptions(parts=("attention",), chance=factor)
+    options = AlignmentOptions(parts=("attention",), chance=factor)
     found = torch.zeros(5)
     expected = torch.zeros(5)
     for seed in range(12):
@@ -184,10 +180,8 @@ def test_the_ceiling_is_never_below_the_best_gain(
     seed: int, scale: float, dim: int
 ) -> None:
     generator = seeded(seed)
-    rows = torch.randn(3, dim, 2 * dim, generator=generator, dtype=torch.float64)
-    other = rows + scale * torch.randn(
-        rows.shape, generator=generator, dtype=torch.float64
-    )
+    rows = normal(generator, 3, dim, 2 * dim)
+    other = rows + scale * normal(generator, rows.shape)
     evidence = rows @ other.mT
     solver = RotationSolver()
     action = HeadRotation(3, dim)
@@ -214,13 +208,13 @@ def test_layers_with_evidence_move_and_most_of_them_speak_for_all(
 ) -> None:
     """And what does not move stays the same object."""
     state, symmetry = bert(layers=3)
-    other = fedrot.random_equivalent(state, symmetry, 1, ("attention",))
+    other = random_equivalent(state, symmetry, 1, ("attention",))
     start = {
         n: (other if n.split(".layer.")[-1][0] in map(str, turned) else state)[n]
         for n in state
     }
     update = isotropic(start, 1e-3, 2)
-    alignment = fedrot.align(update, state, symmetry)
+    alignment = align(update, state, symmetry)
     assert {(m.group.part, m.group.layer) for m in alignment.moves} == {
         ("attention", i) for i in moving
     }
@@ -377,14 +371,14 @@ def test_what_noise_removes_stays_below_its_quantile(
     """
     state, symmetry = bert(16, heads=4)
     (group,) = (g for g in symmetry.groups if g.part == part)
-    options = fedrot.AlignmentOptions(
+    options = AlignmentOptions(
         parts=(part, "attention") if inner else (part,), chance=0
     )
     removed = []
     bounds = []
     for seed in range(20):
         null = isotropic(state, scale, seed)
-        alignment = fedrot.align(null, state, symmetry, options)
+        alignment = align(null, state, symmetry, options)
         (row,) = (row for row in alignment.report.groups if row.group == group.name)
         removed.append(row.found)
         for move in alignment.moves:
@@ -399,10 +393,8 @@ def test_what_noise_removes_stays_below_its_quantile(
     mean = sum(removed) / len(removed)
     assert all(found < bound(mean, inner) for found, bound in bounds)
     # The bounds are not empty: orders that were really there are far beyond them.
-    turned = fedrot.random_equivalent(isotropic(state, 0.003, 1), symmetry, 2, (part,))
-    report = fedrot.align(
-        turned, state, symmetry, fedrot.AlignmentOptions(parts=(part,))
-    ).report
+    turned = random_equivalent(isotropic(state, 0.003, 1), symmetry, 2, (part,))
+    report = align(turned, state, symmetry, AlignmentOptions(parts=(part,))).report
     assert all(row.moved for row in report.groups)
 
 
@@ -488,7 +480,7 @@ def test_groups_that_share_a_tensor_are_in_different_lists() -> None:
 def test_near_is_up_to_a_twentieth_of_the_anchor() -> None:
     state, symmetry = bert(16)
     group = next(g for g in symmetry.groups if g.part == "attention")
-    problem = Problem(Anchor(state), state, symmetry, fedrot.AlignmentOptions())
+    problem = Problem(Anchor(state), state, symmetry, AlignmentOptions())
     most = 0.05 * problem.anchor.size(group)
     entries = chance.entries_of(group, state)
     assert chance.near_chance(problem, group, most) == pytest.approx(
@@ -528,7 +520,7 @@ def test_a_null_model_has_the_client_s_norm_and_projection_and_noise_of_its_own(
         for n, t in anchor.items()
     }
     one, other = (f"bert.encoder.layer.{i}.attention.self.key.weight" for i in range(2))
-    null = chance.null_model(anchor, client, symmetry.select(fedrot.WHOLE_MODEL))
+    null = chance.null_model(anchor, client, symmetry.select(WHOLE_MODEL))
     noise = []
     for name in (one, other):
         a, c, drawn = (
@@ -541,5 +533,5 @@ def test_a_null_model_has_the_client_s_norm_and_projection_and_noise_of_its_own(
         noise.append(drawn - a * (drawn @ a) / (a @ a))
     assert abs(float(noise[0] @ noise[1] / (noise[0].norm() * noise[1].norm()))) < 0.2
     client[other] = client[one]
-    null = chance.null_model(anchor, client, symmetry.select(fedrot.WHOLE_MODEL))
+    null = chance.null_model(anchor, client, symmetry.select(WHOLE_MODEL))
     assert null[one] is null[other], "tied tensors are one"

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fedrot
+from fedrot import WHOLE_MODEL, AlignmentOptions, align, random_equivalent
 from fedrot.matching.heads import Inside, head_scores
 from fedrot.matching.inside_heads import RotationSolver
 from fedrot.matching.procrustes import best_orders
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Move, apply_moves
 from tests import models
-from tests.fedrot.oracles import Array, cross, seeded
+from tests.fedrot.oracles import Array, cross, eye, normal, seeded
 from tests.models import (
     DIM,
     FEW,
@@ -65,9 +65,9 @@ def test_head_order_equals_brute_force(name: str, regime: str, parts: Any) -> No
     symmetry = symmetry_for(name)
     update = state_of(name, 8) if regime == "unrelated" else near(anchor, 0.4)
     if regime == "scrambled":
-        update = fedrot.random_equivalent(update, symmetry, 4, parts)
-    options = fedrot.AlignmentOptions(parts=parts, chance=0)
-    alignment = fedrot.align(update, anchor, symmetry, options)
+        update = random_equivalent(update, symmetry, 4, parts)
+    options = AlignmentOptions(parts=parts, chance=0)
+    alignment = align(update, anchor, symmetry, options)
     value = partial(np.linalg.norm, ord="nuc") if "attention" in parts else np.trace
     found = {
         m.group.layer: m.element for m in alignment.moves if m.group.part == "heads"
@@ -98,9 +98,7 @@ def test_head_order_equals_brute_force(name: str, regime: str, parts: Any) -> No
     assert after == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    "parts", [("attention",), ("heads", "attention"), fedrot.WHOLE_MODEL]
-)
+@pytest.mark.parametrize("parts", [("attention",), ("heads", "attention"), WHOLE_MODEL])
 def test_permutations_within_heads_are_all_that_moves_there(
     parts: Any,
 ) -> None:
@@ -110,23 +108,19 @@ def test_permutations_within_heads_are_all_that_moves_there(
     name = "bert-classifier"
     anchor = state_of(name)
     symmetry = symmetry_for(name)
-    options = fedrot.AlignmentOptions(parts=parts, within_heads="permutation")
+    options = AlignmentOptions(parts=parts, within_heads="permutation")
     rest = tuple(part for part in parts if part != "attention")
-    update = fedrot.random_equivalent(anchor, symmetry, 3, rest)
+    update = random_equivalent(anchor, symmetry, 3, rest)
     moves = []
     for group in symmetry.select(("attention",)):
         orders = [torch.randperm(DIM, generator=seeded(h)) for h in range(HEADS)]
-        moves.append(
-            Move(
-                group, torch.stack([torch.eye(DIM).double()[order] for order in orders])
-            )
-        )
+        moves.append(Move(group, torch.stack([eye(DIM)[order] for order in orders])))
     update = apply_moves(update, moves)
-    alignment = fedrot.align(update, anchor, symmetry, options)
+    alignment = align(update, anchor, symmetry, options)
     assert models.largest_difference(alignment.apply(update), anchor) <= 1e-12
     assert alignment.report.after <= 1e-12 * alignment.report.before
-    turned = fedrot.random_equivalent(anchor, symmetry, 3, ("attention",))
-    alignment = fedrot.align(turned, anchor, symmetry, options)
+    turned = random_equivalent(anchor, symmetry, 3, ("attention",))
+    alignment = align(turned, anchor, symmetry, options)
     inside = [
         move.element for move in alignment.moves if move.group.part == "attention"
     ]
@@ -144,10 +138,8 @@ def test_orders_and_scores_within_heads_equal_brute_force(
 ) -> None:
     """The score of a pair of heads is what the best order of their units is worth."""
     rng = seeded(seed)
-    pairs = [
-        torch.randn(2, heads * d, w, generator=rng, dtype=torch.float64) for w in (2, 4)
-    ]
-    options = fedrot.AlignmentOptions(within_heads="permutation")
+    pairs = [normal(rng, 2, heads * d, w) for w in (2, 4)]
+    options = AlignmentOptions(within_heads="permutation")
     inside = Inside(
         HeadRotation(heads, d), RotationSolver(), [(a, c) for a, c in pairs]
     )

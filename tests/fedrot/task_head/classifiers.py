@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedrot.task_head.outputs import SINGLE
 from fedrot.task_head.sums import ClassSums
 from tests.families import inputs
 from tests.fedrot.oracles import Array, seeded
+from tests.models import State
 
 CLASSES = 3
 
@@ -41,7 +41,7 @@ TOKENS = ("deberta-embedding", "gpt-neox-tokens", "falcon-rw")
 #: Those that read the last token, at the layer that all tokens pass.
 DECODERS = tuple(name for name, head in LAST.items() if head == "score")
 
-Batch = dict[str, Tensor]
+Batch = State
 
 
 def batch_for(name: str, rows: int, seed: int = 0) -> Batch:

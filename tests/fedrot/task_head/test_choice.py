@@ -15,6 +15,7 @@ from fedrot.task_head.choice import Candidate, choose, with_fitted_heads
 from fedrot.task_head.losses import TEMPERATURES
 from fedrot.task_head.totals import LONGEST, Totals, total_without
 from fedrot.task_head.votes import FEWEST, Change, Votes
+from tests.fedrot.oracles import seeded
 
 ROWS = 100
 
@@ -91,7 +92,7 @@ def test_the_best_candidate_is_taken_if_it_is_better_than_the_old(
 
 def class_sums(scale: float = 1.0, spread: float = 1.0) -> ClassSums:
     """Return sums of two classes of 20 rows each, a distance of 2 ``scale`` apart."""
-    noise = torch.randn(40, 3, generator=torch.Generator().manual_seed(0)).double()
+    noise = torch.randn(40, 3, generator=seeded(0)).double()
     hot = torch.nn.functional.one_hot(torch.arange(40) % 2, 2).double()
     features = spread * noise + scale * (hot[:, :1] - hot[:, 1:])
     return ClassSums(hot.sum(0), hot.mT @ features, features.mT @ features)

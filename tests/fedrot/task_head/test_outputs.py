@@ -40,7 +40,7 @@ from fedrot.task_head.sums import ClassSums, collect_classes
 from tests.fedrot.collect.tiny import batch_of, tiny_classifier
 from tests.fedrot.oracles import Array, seeded
 from tests.fedrot.task_head.classifiers import CLASSES, sums_of, unlabelled
-from tests.models import randomise
+from tests.models import Settings, State, randomise
 
 SEEDS = st.integers(0, 2**32 - 1)
 ANY = st.sampled_from((*OUTPUT_KINDS,))
@@ -268,7 +268,7 @@ def _with(value: Tensor, place: Any, entry: float) -> Tensor:
     return changed
 
 
-Change = Callable[[Any], dict[str, Any]]
+Change = Callable[[Any], Settings]
 CONTRADICT = "inside the classes"
 #: Sums that no rows have: a change of good ones, and a word of the error.
 BAD = [
@@ -400,7 +400,7 @@ def test_sums_that_determine_no_head_are_refused(call: Any, message: str) -> Non
 # Models of several labels and of regressions
 
 
-def batches_of(problem: str, outputs: int = CLASSES) -> list[dict[str, Tensor]]:
+def batches_of(problem: str, outputs: int = CLASSES) -> list[State]:
     """Return two batches, in each of which one row has no labels."""
     found = [batch_of(rows, rows) for rows in (20, 5)]
     for batch in found:
@@ -412,7 +412,7 @@ def batches_of(problem: str, outputs: int = CLASSES) -> list[dict[str, Tensor]]:
     return found
 
 
-def logits_of(model: Any, batches: list[dict[str, Tensor]]) -> Tensor:
+def logits_of(model: Any, batches: list[State]) -> Tensor:
     with torch.no_grad():
         return torch.cat(
             [copy.deepcopy(model).eval()(**unlabelled(b)).logits for b in batches]

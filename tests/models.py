@@ -363,6 +363,11 @@ def align_tensors(
     return fedrot.align(update, anchor, symmetry, *how).apply(update)
 
 
+def movable(symmetry: fedrot.Symmetry, parts: Parts = EVERYTHING) -> Parts:
+    """Return the parts that can be moved."""
+    return tuple(part for part in parts if part not in symmetry.refused)
+
+
 def with_separate_tables(model: nn.Module) -> nn.Module:
     """Return the model itself, in which every parameter has storage of its own now."""
     seen = set()

@@ -152,6 +152,26 @@ def checked_report(
     return before, after
 
 
+def recovered(
+    moved: State,
+    anchor: State,
+    symmetry: Symmetry,
+    options: AlignmentOptions,
+    expected: State | None = None,
+) -> Alignment:
+    """Check that a moved model meets its anchor, and comes back; return the alignment.
+
+    The anchor in canonical form is another expected result.
+    """
+    alignment = align(moved, anchor, symmetry, options)
+    aligned = alignment.apply(moved)
+    report = alignment.report
+    assert largest_difference(aligned, expected or anchor) <= 1e-8
+    assert report.after <= 1e-12 * report.before
+    assert largest_difference(alignment.inverse().apply(aligned), moved) <= 1e-8
+    return alignment
+
+
 def scrambled(
     anchor: State, symmetry: Symmetry, parts: Parts, count: int = 2
 ) -> list[tuple[State, State, Alignment]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,6 +25,12 @@ def seeded(seed: int) -> torch.Generator:
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
     """Return standard normal numbers, float64."""
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def drawing(seed: int) -> Callable[..., Tensor]:
+    """Return a function that draws standard normal numbers of a shape, float64."""
+    generator = seeded(seed)
+    return lambda *shape: normal(generator, *shape)
 
 
 def eye(size: int) -> Tensor:

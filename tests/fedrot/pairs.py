@@ -4,18 +4,24 @@ reports must say.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from fedrot import Alignment, AlignmentOptions, Symmetry, align, random_equivalent
 from fedrot.symmetry.groups import apply_moves
+from tests import families
 from tests.fedrot.oracles import normal, seeded
 from tests.models import (
     CASES,
     DIM,
+    EAGER,
     EVERY,
+    EVERYTHING,
     FEW,
+    FULL,
     HEADS,
     LAYERS,
     NEURONS,
@@ -23,7 +29,9 @@ from tests.models import (
     Parts,
     State,
     align_tensors,
+    cast,
     largest_difference,
+    movable,
     near,
     squared_distance,
     state_of,
@@ -36,6 +44,37 @@ MODULES = {
     "heads": ("query", "key", "value", "output"),
     "ffn": ("up", "down"),
 }
+
+
+#: Options that families are aligned with, on a CPU and elsewhere.
+OPTIONS = {
+    "default": AlignmentOptions(),
+    "eager": EAGER,
+    "layers": AlignmentOptions(parts=FULL, chance=0),
+    "biases": AlignmentOptions(canonical=True, chance=0),
+    "whole": AlignmentOptions(parts=EVERYTHING),
+}
+
+
+def movable_options(options: AlignmentOptions, family: str) -> AlignmentOptions:
+    """Return the options with the parts that a family may move."""
+    symmetry = families.symmetry_for(family)
+    return replace(options, parts=movable(symmetry, options.parts))
+
+
+def beside(family: str, *shares: float) -> list[State]:
+    """Return a model and others, a share of an unrelated one away from it; float32."""
+    anchor, other = (
+        cast(families.state_of(family, seed), torch.float32) for seed in (0, 1)
+    )
+    moved = [
+        {
+            name: tensor + share * other[name] if tensor.is_floating_point() else tensor
+            for name, tensor in anchor.items()
+        }
+        for share in shares
+    ]
+    return [anchor, *moved]
 
 
 def touched_by(

@@ -36,12 +36,14 @@ OTHER = {
 }
 
 
-def tiny_classifier(kind: str, **settings: Any) -> Any:
-    """Return a classifier of sequences of a ``model_type``."""
+def tiny_classifier(
+    kind: str, task: str = "SequenceClassification", **settings: Any
+) -> Any:
+    """Return a small classifier of a ``model_type``."""
     config = transformers.AutoConfig.for_model(
         kind, **{**TINY, **OTHER.get(kind, {}), **settings}
     )
-    return transformers.AutoModelForSequenceClassification.from_config(config)
+    return getattr(transformers, f"AutoModelFor{task}").from_config(config)
 
 
 def batch_of(

@@ -13,9 +13,7 @@ import torch
 from fedrot import (
     WHOLE_MODEL,
     Activations,
-    Alignment,
     AlignmentOptions,
-    AlignmentReport,
     Anchor,
     align,
     collect_activations,
@@ -25,9 +23,11 @@ from fedrot import (
 from fedrot.collect.activations import RESIDUAL_SITES, _run, _sites
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.problem import Problem
+from fedrot.symmetry.groups import apply_moves
 from tests import families
 from tests.fedrot.collect.tiny import batch_of, rows_of
 from tests.fedrot.oracles import Array, eye, gap, random_moves
+from tests.fedrot.pairs import only
 from tests.models import (
     CASES,
     DIM,
@@ -41,6 +41,7 @@ from tests.models import (
     fresh_model,
     largest_difference,
     near,
+    same,
     squared_distance,
     state_of,
     symmetry_for,
@@ -106,31 +107,32 @@ def test_moments_of_heads_and_units_are_those_of_the_oracle(
     batches = PADDED + tokens(name, 8)
     models = pair_of(name)
     rows = [rows_of(model, batches) for model in models]
-    options = {"heads": how, "units": how}
     found = collect_activations(
-        *models, batches, symmetry_for(name), "identity", **options
-    )
+        *models, batches, symmetry_for(name), "identity", heads=how, units=how
+    ).matrices
     prefix = names.stack.split(".", 1)[1]
-    sites = {"pooler": [("classifier", False)]} if name == BERT else {}
+    sites = {}
     for layer in range(LAYERS):
-        sites[f"{prefix}.{layer}.qk"] = [
-            (names.of(layer, m), True) for m in ("query", "key")
-        ]
-        sites[f"{prefix}.{layer}.vo"] = [(names.of(layer, "output"), False)]
-        sites[f"{prefix}.{layer}.ffn"] = [(names.of(layer, "down"), False)]
+        query, key, output, down = (
+            names.of(layer, module) for module in ("query", "key", "output", "down")
+        )
+        sites[f"{prefix}.{layer}.qk"] = [(query, True), (key, True)]
+        sites[f"{prefix}.{layer}.vo"] = [(output, False)]
+        sites[f"{prefix}.{layer}.ffn"] = [(down, False)]
+    # Scales and orders of heads move with the heads' own moments.
+    assert {key for key in found if prefix in key} == sites.keys()
+    if name == BERT:
+        sites["pooler"] = [("classifier", False)]
     for group, where in sites.items():
         each = [
             MOMENTS[how](*(r[module][output].numpy() for r in rows))
             for module, output in where
         ]
-        matrix = found.matrices[group]
-        assert matrix.dtype == torch.float64
+        assert found[group].dtype == torch.float64
         # Sums in float32 lose more of units that hardly vary, as those of a saturated
         # pooler.
         tolerance = 1e-4 if group == "pooler" else 1e-5
-        assert np.abs(matrix.numpy() - np.mean(each, axis=0)).max() <= tolerance
-    # Scales and orders of heads move with the heads' own moments.
-    assert {key for key in found.matrices if prefix in key} == sites.keys() - {"pooler"}
+        assert np.abs(found[group].numpy() - np.mean(each, axis=0)).max() <= tolerance
 
 
 @pytest.mark.parametrize("residual", RESIDUAL_SITES)
@@ -140,24 +142,21 @@ def test_the_residual_stream_is_seen_where_it_was_asked_for(
 ) -> None:
     """Queries, keys and values read one tensor, which counts once."""
     models = pair_of(name)
-    names = CASES[name].names
-    found = collect_activations(*models, PADDED, symmetry_for(name), residual)
-    if residual == "identity":
-        assert "residual" not in found.matrices
-        return
-    heads = {
-        BERT: ["bert.pooler.dense"],
-        "distilbert-mlm": ["vocab_transform", "vocab_projector"],
-    }
-    readers = [
-        names.of(layer, m) for layer in range(LAYERS) for m in ("query", "up")
-    ] + heads[name]
-    chosen = {"first": readers[:1], "last": readers[-1:], "all": readers}[residual]
-    rows = [rows_of(model, PADDED) for model in models]
-    each = [correlation(*(r[reader][0].numpy() for r in rows)) for reader in chosen]
-    assert (
-        np.abs(found.matrices["residual"].numpy() - np.mean(each, axis=0)).max() <= 1e-5
-    )
+    symmetry = symmetry_for(name)
+    found = collect_activations(*models, PADDED, symmetry, residual).matrices
+    of = CASES[name].names.of
+    readers = [of(layer, m) for layer in range(LAYERS) for m in ("query", "up")]
+    readers += HEADS_OF[name]
+    chosen = {"first": readers[:1], "last": readers[-1:], "all": readers}
+    assert ("residual" in found) == (residual in chosen)
+    if residual in chosen:
+        rows = [rows_of(model, PADDED) for model in models]
+        each = [
+            correlation(*(r[reader][0].numpy() for r in rows))
+            for reader in chosen[residual]
+        ]
+        expected = np.mean(each, axis=0)
+        assert np.abs(found["residual"].numpy() - expected).max() <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["albert", "deberta-v3"])
@@ -166,15 +165,9 @@ def test_activations_of_every_call_count(name: str) -> None:
     too.
     """
     model = families.model_of(name)
-    symmetry = families.symmetry_for(name)
     batch = batch_of(4, 3, 7, 3, families.VOCABULARY)
-    sites = [
-        s
-        for group in symmetry.groups
-        if group.part == "attention"
-        for s in _sites(group, model)
-    ]
-    outputs = [site for site in sites if site.output]
+    groups = families.symmetry_for(name).select(("attention",))
+    outputs = [site for g in groups for site in _sites(g, model) if site.output]
     found = _run(model, outputs, batch)
     rows = rows_of(model, [batch])
     assert outputs
@@ -259,7 +252,7 @@ def test_activations_bring_a_random_element_back(name: str, weight: float) -> No
         # A dead ReLU says nothing about its place.
         state["pre_classifier.bias"] += 4
     moved = random_equivalent(state, symmetry, 3, WHOLE_MODEL)
-    options = AlignmentOptions(parts=WHOLE_MODEL, activation_weight=weight)
+    options = AlignmentOptions(WHOLE_MODEL, activation_weight=weight)
     client = moved if weight < 1 else state_of(name, 9)
     alignment = align(client, state, symmetry, options, seen_of(name, state, moved))
     # Rotations are fitted to sums in float32; one unit out of place would be off by 0.1
@@ -277,20 +270,16 @@ def test_activations_count_in_proportion_to_the_weights(
     """
     state, client, symmetry = state_of(BERT), state_of(BERT, 9), symmetry_for(BERT)
     group = symmetry.select(("attention",))[0]
-    size = HEADS * DIM
-    seen = Activations({group.name: eye(size)}, {group.name: ""})
+    unit = eye(HEADS * DIM)
+    seen = Activations({group.name: unit}, {group.name: ""})
     options = AlignmentOptions(activation_weight=weight)
     problem = Problem(Anchor(state), client, symmetry, options, seen)
     factor, addition = problem.evidence(group, problem.pairs(group))
-    norms = [
-        sum(float(model[slot.tensor].square().sum()) for slot in group.slots) ** 0.5
-        for model in (state, client)
-    ]
+    blocks = {slot.tensor: torch.zeros(()) for slot in group.slots}
+    norms = [squared_distance(blocks, model) ** 0.5 for model in (state, client)]
     assert factor == 1
     assert addition is not None
-    assert torch.allclose(
-        addition, times * norms[0] * norms[1] * seen.matrices[group.name]
-    )
+    assert torch.allclose(addition, times * norms[0] * norms[1] * unit)
 
 
 @pytest.mark.parametrize("weight", [0.5, 1.0])
@@ -304,31 +293,30 @@ def test_rotations_found_with_activations_report_the_weights_distance(
     options = AlignmentOptions(parts=("attention",), activation_weight=weight)
     alignment = align(client, state, symmetry, options, seen_of(BERT, state, client))
     aligned = alignment.apply(client)
-    found = {row.group: (row.before, row.after) for row in alignment.report.groups}
-    assert len(found) == 4
-    for group in symmetry.select(("attention",)):
-        tensors = [slot.tensor for slot in group.slots]
+    groups = symmetry.select(options.parts)
+    assert len(groups) == 4
+    for group, row in zip(groups, alignment.report.groups, strict=True):
         before, after = (
-            squared_distance({n: model[n] for n in tensors}, state)
+            squared_distance(only(model, {slot.tensor for slot in group.slots}), state)
             for model in (client, aligned)
         )
-        assert found[group.name] == pytest.approx((before, after), rel=1e-9)
+        assert (row.before, row.after) == pytest.approx((before, after), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_a_weight_of_zero_is_no_activations_at_all(name: str) -> None:
     anchor, update, symmetry = state_of(name), state_of(name, 5), symmetry_for(name)
     seen = seen_of(name, anchor, update, 64)
-    options = AlignmentOptions(parts=EVERYTHING, activation_weight=0, chance=0)
-    one = align(update, anchor, symmetry, options, seen)
-    two = align(update, anchor, symmetry, options)
-    for ours, theirs in zip(one.moves, two.moves, strict=True):
-        assert ours.group == theirs.group
-        assert torch.equal(ours.element, theirs.element)
-    assert one.report.rows() == two.report.rows()
-    mixed = AlignmentOptions(parts=WHOLE_MODEL, activation_weight=0.5)
-    other = align_tensors(update, anchor, symmetry, mixed, seen)
-    alone = align_tensors(update, anchor, symmetry, mixed)
+    options = AlignmentOptions(activation_weight=0, parts=EVERYTHING, chance=0)
+    with_them, without = (
+        align(update, anchor, symmetry, options, *each) for each in ([seen], [])
+    )
+    assert with_them.report.rows() == without.report.rows()
+    assert same(with_them.apply(update), without.apply(update))
+    options = AlignmentOptions(WHOLE_MODEL, activation_weight=0.5)
+    other, alone = (
+        align_tensors(update, anchor, symmetry, options, *each) for each in ([seen], [])
+    )
     assert largest_difference(other, alone) > 0.1
 
 
@@ -346,17 +334,23 @@ def test_moments_move_with_the_client(name: str, heads: Any, parts: Any) -> None
     symmetry = symmetry_for(name)
     anchor, client = pair_of(name)
     moves = random_moves(symmetry, 5, parts)
-    alignment = Alignment(symmetry, moves, AlignmentReport((), 0, 0, 0))
+    other = loaded(name, apply_moves(client.state_dict(), moves))
     seen, expected = (
         collect_activations(anchor, model, tokens(name, 128), symmetry, heads=heads)
-        for model in (client, loaded(name, alignment.apply(client.state_dict())))
+        for model in (client, other)
     )
     moved = seen.moved(moves)
     back = moved.moved([move.inverse for move in reversed(moves)])
     assert largest_difference(back.matrices, seen.matrices) <= 1e-12
     assert largest_difference(moved.matrices, expected.matrices) <= 1e-5
     names = {move.group.name for move in moves}
-    changed = {key for key in expected.matrices if names & {key, expected.within[key]}}
-    assert changed
-    for key in changed:
+    touched = {key for key in expected.matrices if names & {key, expected.within[key]}}
+    assert touched
+    for key in touched:
         assert gap(seen.matrices[key], expected.matrices[key]) > 1e-3, key
+
+
+HEADS_OF = {
+    BERT: ["bert.pooler.dense"],
+    "distilbert-mlm": ["vocab_transform", "vocab_projector"],
+}

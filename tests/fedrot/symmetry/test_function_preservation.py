@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fedrot import (
-    WHOLE_MODEL,
     AlignmentOptions,
     Symmetry,
     SymmetryError,
@@ -26,13 +26,13 @@ from fedrot import (
     supported,
 )
 from fedrot.symmetry import NO_LAYER
-from fedrot.symmetry.actions import HeadRotation
+from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.groups import Move, apply_moves
-from fedrot.symmetry.rotary_actions import RotaryPhases
+from fedrot.symmetry.signs import SignedPermutation
 from tests import families, models
 from tests.families import ALIBI, FIXED, KINDS, MEMBERS, inputs, model_of, outputs
-from tests.fedrot.oracles import gap
+from tests.fedrot.oracles import eye, gap
 from tests.models import (
     CASES,
     DIM,
@@ -49,6 +49,7 @@ from tests.models import (
     changed,
     largest_difference,
     logits,
+    movable,
     near,
     same,
 )
@@ -89,10 +90,6 @@ def model_(name: str) -> tuple[State, Symmetry, Callable[..., Tensor]]:
 def agree(found: Tensor, expected: Tensor) -> bool:
     """Return whether outputs differ by no more than rounding."""
     return bool(gap(found, expected) <= 1e-9 * expected.abs().max())
-
-
-def movable(symmetry: Symmetry, asked: Parts = EVERYTHING) -> Parts:
-    return tuple(part for part in asked if part not in symmetry.refused)
 
 
 def test_every_family_has_a_member_in_every_attention_that_it_has() -> None:
@@ -151,46 +148,36 @@ def test_encoders_have_a_group_of_each_kind_in_each_layer(name: str) -> None:
     """Signs are free where a tanh is odd, and BERT's and RoBERTa's task heads have
     one.
     """
-    symmetry = models.symmetry_for(name)
-    found = Counter(
-        (g.layer, g.part, g.action.units)
-        for g in symmetry.groups
-        if g.layer != NO_LAYER
-    )
-    each = {
-        ("heads", models.HEADS): 1,
-        ("attention", models.HEADS): 2,
-        ("ffn", models.NEURONS): 1,
-    }
+    state, symmetry, _ = model_(name)
+    across = [group for group in symmetry.groups if group.layer == NO_LAYER]
+    found = Counter((g.layer, g.part, g.action.units) for g in symmetry.groups)
+    found -= Counter((NO_LAYER, g.part, g.action.units) for g in across)
     assert found == {
-        (i, *key): n for key, n in each.items() for i in range(models.LAYERS)
+        (layer, part, units): 2 if part == "attention" else 1
+        for layer in range(models.LAYERS)
+        for part, units in zip(
+            FULL, (models.HEADS,) * 2 + (models.NEURONS,), strict=True
+        )
     }
     assert symmetry.layers == models.LAYERS
-    assert symmetry.shapes == {
-        key: tuple(t.shape) for key, t in models.state_of(name).items()
-    }
-    for group in (group for group in symmetry.groups if group.layer == NO_LAYER):
+    assert symmetry.shapes == {key: tuple(t.shape) for key, t in state.items()}
+    for group in across:
         odd = group.part == "output" and name.startswith(("bert", "roberta", "xlm-r"))
-        assert type(group.action).__name__ == (
-            "SignedPermutation" if odd else "Permutation"
-        )
+        assert type(group.action) is (SignedPermutation if odd else Permutation)
 
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_only_bare_models_fixed_positions_and_alibi_refuse_anything(name: str) -> None:
-    symmetry = families.symmetry_for(name)
-    stays = MEMBERS[name].bare or name in FIXED
+    state, symmetry, _ = model_(name)
+    fixed = name in FIXED
+    refused = "residual" if MEMBERS[name].bare or fixed else "heads"
     assert set(symmetry.refused) == (
-        {"residual"} if stays else {"heads"} if name in ALIBI else set()
+        {refused} if refused == "residual" or name in ALIBI else set()
     )
     if name in (*ALIBI, *FIXED):
-        why = (
-            r"'residual' cannot be moved: .* positions"
-            if stays
-            else r"heads.* order, .* per head"
-        )
+        why = "'residual' .* positions" if fixed else "heads.* order, .* per head"
         with pytest.raises(SymmetryError, match=why):
-            random_equivalent(families.state_of(name), symmetry, 3, WHOLE_MODEL)
+            random_equivalent(state, symmetry, 3, EVERYTHING)
 
 
 def test_random_elements_are_reproducible_and_differ_by_seed() -> None:
@@ -275,21 +262,20 @@ def test_activations_recover_whole_models(name: str, weight: float) -> None:
     weights.
     """
     state, symmetry, _ = model_(name)
-    parts = movable(symmetry, WHOLE_MODEL)
+    parts = movable(symmetry)
     moved = random_equivalent(state, symmetry, 6, parts)
     both = model_of(name, state), model_of(name, moved)
     activations = collect_activations(*both, [inputs(name, rows=128)], symmetry)
-    options = AlignmentOptions(parts=parts, activation_weight=weight, canonical=False)
-    alignment = align(moved, state, symmetry, options, activations)
-    assert (
-        largest_difference(alignment.apply(moved), state) <= 1e-4
-    )  # moments are float32
+    options = AlignmentOptions(parts, activation_weight=weight, canonical=False)
+    found = align_tensors(moved, state, symmetry, options, activations)
+    assert largest_difference(found, state) <= 1e-4  # moments are float32
     # Experts are no modules of their own, in which hooks could see them.
-    hidden = (ExpertPermutation, ExpertNeurons)
-    asked = (g for g in symmetry.groups if g.part in ("residual", "attention", "ffn"))
-    assert {
-        g.name for g in asked if not isinstance(g.action, hidden)
-    } <= activations.matrices.keys()
+    shown = {
+        group.name
+        for group in symmetry.select(("residual", "attention", "ffn"))
+        if not isinstance(group.action, ExpertPermutation | ExpertNeurons)
+    }
+    assert shown <= activations.matrices.keys()
 
 
 @pytest.mark.parametrize(("share", "accepted"), [(0.5e-12, False), (2e-12, True)])
@@ -304,16 +290,15 @@ def test_a_turn_inside_heads_must_gain_more_than_rounding(
     turn = share**0.5
     moves = []
     for group in symmetry.select(("attention",)):
-        action = group.action
-        assert isinstance(action, HeadRotation | RotaryPhases)
-        element = torch.full((action.heads, action.dim // 2), turn).double()
-        if isinstance(action, HeadRotation):
-            plane = torch.tensor([[0.0, -turn], [turn, 0.0]], dtype=torch.float64)
-            element = torch.matrix_exp(torch.kron(torch.eye(action.dim // 2), plane))
-            element = element.expand(action.heads, -1, -1)
+        heads, half = group.action.heads, group.action.dim // 2
+        element = torch.full((heads, half), turn).double()
+        if isinstance(group.action, HeadRotation):
+            plane = torch.tensor([[0.0, -turn], [turn, 0.0]]).double()
+            element = torch.matrix_exp(torch.kron(eye(half), plane))
+            element = element.expand(heads, -1, -1)
         moves.append(Move(group, element))
-    update = apply_moves(anchor, moves)
-    alignment = align(update, anchor, symmetry, AlignmentOptions(parts=("attention",)))
+    options = AlignmentOptions(parts=("attention",))
+    alignment = align(apply_moves(anchor, moves), anchor, symmetry, options)
     assert len(moves) == 4
     assert len(alignment.moves) == (4 if accepted else 0)
 
@@ -335,7 +320,7 @@ STACKS = {
 )
 @pytest.mark.parametrize("name", STACKS)
 def test_layers_of_a_second_stack_follow_those_of_the_first(
-    name: str, layers: str | list[int], expected: set[int]
+    name: str, layers: Any, expected: Any
 ) -> None:
     """In what is moved, and in the rows of the report."""
     anchor, symmetry, _ = model_(name)
@@ -343,14 +328,17 @@ def test_layers_of_a_second_stack_follow_those_of_the_first(
     alignment = align(update, anchor, symmetry, replace(EAGER, layers=layers))
     places = [stack.format(layer) for stack in STACKS[name] for layer in range(2)]
     moved = changed(alignment.apply(update), update)
-    assert {
-        i for key in moved for i, place in enumerate(places) if key.startswith(place)
-    } == expected
-    assert all(key.startswith(tuple(places)) for key in moved)
+    layer_of = {
+        key: [key.startswith(place) for place in places].index(True) for key in moved
+    }
+    assert {*layer_of.values()} == expected
     rows = alignment.report.rows()
     assert {row["layer"] for row in rows} == expected
-    groups = [place.removeprefix("model.").removeprefix("albert.") for place in places]
-    assert all(row["group"].startswith(groups[row["layer"]]) for row in rows)
+    for row in rows:
+        place = places[row["layer"]]
+        assert row["group"].startswith(
+            place.removeprefix("model.").removeprefix("albert.")
+        )
 
 
 # Degenerate weights: nothing is determined there, and still the function must not move.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import fedrot
+from fedrot.symmetry.groups import Group
 
 # Small tensors gain nothing from threads, and on busy cores their barriers cost twenty
 # times the work.
@@ -361,6 +362,11 @@ def align_tensors(
 ) -> State:
     """Return the tensors of an update that was aligned to an anchor."""
     return fedrot.align(update, anchor, symmetry, *how).apply(update)
+
+
+def tensors_of(groups: Iterable[Group]) -> set[str]:
+    """Return the names of the tensors that groups act on."""
+    return {slot.tensor for group in groups for slot in group.slots}
 
 
 def movable(symmetry: fedrot.Symmetry, parts: Parts = EVERYTHING) -> Parts:

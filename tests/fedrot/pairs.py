@@ -30,12 +30,14 @@ from tests.models import (
     State,
     align_tensors,
     cast,
+    changed,
     largest_difference,
     movable,
     near,
     squared_distance,
     state_of,
     symmetry_for,
+    tensors_of,
 )
 
 #: The modules of a layer that a part acts on.
@@ -143,50 +145,48 @@ def checked_report(
 
     Rows of groups that share no tensors are checked by replaying the moves one by one.
     """
-    names = EVERY[name].names
     symmetry = symmetry_for(name)
     layers = options.layer_indices(LAYERS)
     groups = symmetry.select(options.parts, layers)
-    touched = {slot.tensor for group in groups for slot in group.slots}
+    touched = tensors_of(groups)
     alignment = align(update, anchor, symmetry, options)
     aligned = alignment.apply(update)
     report = alignment.report
-    assert {
-        key for key in update if not torch.equal(aligned[key], update[key])
-    } <= touched
-    nothing = {key: torch.zeros(()) for key in update}
-    before, after = (
-        squared_distance(only(state, touched), anchor) for state in (update, aligned)
-    )
-    slack = 1e-11 * (before + squared_distance(only(update, touched), nothing))
+
+    def distance(state: State, names: set[str] = touched) -> float:
+        return squared_distance(only(state, names), anchor)
+
+    assert changed(aligned, update) <= touched
+    before, after = map(distance, (update, aligned))
+    size = sum(float(update[key].square().sum()) for key in touched)
+    slack = 1e-11 * (before + size)
     assert squared_distance(aligned, anchor) <= squared_distance(update, anchor) * (
         1 + 1e-12
     )
     assert report.before == pytest.approx(before, rel=1e-9, abs=1e-20)
     assert report.after == pytest.approx(after, rel=1e-9, abs=slack)
-    assert report.share() * report.before == pytest.approx(
-        before - after, rel=1e-6, abs=slack
-    )
+    removed = report.share() * report.before
+    assert removed == pytest.approx(before - after, rel=1e-6, abs=slack)
     if options.coupled:
         return before, after
-    assert touched == touched_by(names, tuple(options.parts), layers)
+    assert touched == touched_by(EVERY[name].names, tuple(options.parts), layers)
     moves = {move.group.name: move for move in alignment.moves}
     assert alignment.moved == {group.name: group.name in moves for group in groups}
-    tensors = {group.name: {slot.tensor for slot in group.slots} for group in groups}
     current = dict(update)
-    for row in report.rows():
-        own = tensors.pop(row["group"])
-        moved = row["group"] in moves
-        measured = squared_distance(only(current, own), anchor)
+    for group, row in zip(groups, report.rows(), strict=True):
+        assert row["group"] == group.name
+        names = tensors_of([group])
+        moved = group.name in moves
+        measured = distance(current, names)
         assert row["before"] == pytest.approx(measured, rel=1e-9, abs=1e-20)
-        current = apply_moves(current, [moves[row["group"]]] if moved else [])
-        measured = squared_distance(only(current, own), anchor)
+        if moved:
+            current = apply_moves(current, [moves[group.name]])
+        measured = distance(current, names)
         assert row["after"] == pytest.approx(measured, rel=1e-9, abs=slack)
         assert row["of"] == (NEURONS if row["part"] == "ffn" else HEADS)
         assert moved or row["moved"] == 0
         assert row["skipped"] is (not moved and row["found"] > 0)
         assert not (row["skipped"] and options.chance == 0)
-    assert not tensors
     assert largest_difference(current, aligned) == 0
     return before, after
 

@@ -48,6 +48,7 @@ from tests.models import (
     align_tensors,
     cast,
     largest_difference,
+    tensors_of,
 )
 
 CPU = torch.device("cpu")
@@ -105,7 +106,7 @@ def test_parts_share_nothing_and_leave_nothing_out(family: str, which: str) -> N
     assert sum(len(part.groups) for part in parts) == len(chosen)
     assert bool(groups) == (which != "nothing")
     for part in parts:
-        assert {s.tensor for g in part.groups for s in g.slots} <= part.shapes.keys()
+        assert tensors_of(part.groups) <= part.shapes.keys()
         layers = options.layer_indices(part.layers)
         assert part.select(options.parts, layers) == part.groups
 

@@ -45,6 +45,7 @@ from tests.models import (
     squared_distance,
     state_of,
     symmetry_for,
+    tensors_of,
 )
 
 BERT = "bert-classifier"
@@ -297,7 +298,7 @@ def test_rotations_found_with_activations_report_the_weights_distance(
     assert len(groups) == 4
     for group, row in zip(groups, alignment.report.groups, strict=True):
         before, after = (
-            squared_distance(only(model, {slot.tensor for slot in group.slots}), state)
+            squared_distance(only(model, tensors_of([group])), state)
             for model in (client, aligned)
         )
         assert (row.before, row.after) == pytest.approx((before, after), rel=1e-9)

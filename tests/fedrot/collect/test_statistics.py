@@ -33,7 +33,7 @@ from fedrot.symmetry.groups import Group, Move
 from fedrot.symmetry.rotary_actions import RotaryPhases
 from tests.families import KINDS, answers, inputs, model_of, state_of, symmetry_for
 from tests.fedrot.oracles import gap, normal, seeded
-from tests.models import EVERYTHING, State, copied
+from tests.models import EVERYTHING, State, copied, tensors_of
 
 OUT, IN = 3, 6
 EYE, ONES, BIAS = torch.eye(IN), torch.ones(OUT, IN), torch.ones(OUT)
@@ -277,7 +277,7 @@ def test_squares_of_gradients_follow_what_does_not_rotate(name: str) -> None:
     with pytest.raises(FedrotError, match="rotation"):
         rotating.transport({"fisher": before})
     # Tensors that are not rotated still travel, and are the same objects.
-    turned = {slot.tensor for move in rotating.moves for slot in move.group.slots}
+    turned = tensors_of(move.group for move in rotating.moves)
     others = {key: value for key, value in before.items() if key not in turned}
     assert others
     found = rotating.transport({"fisher": others})["fisher"]

@@ -31,7 +31,7 @@ from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Move, Slice, Slot, apply_moves
 from tests import families
 from tests.fedrot.oracles import normal, seeded
-from tests.models import FULL, State, cast, movable
+from tests.models import FULL, State, cast, movable, tensors_of
 
 #: Members with rotations, phases and signs, with biases, ties, shared heads and
 #: experts.
@@ -87,7 +87,7 @@ def rows_of(*how: Any) -> Any:
 
 def flat(state: State, group: Group) -> Tensor:
     """Return the tensors that a group acts on, in one vector."""
-    names = sorted({slot.tensor for slot in group.slots})
+    names = sorted(tensors_of([group]))
     return torch.cat([state[name].double().flatten() for name in names])
 
 
@@ -223,7 +223,7 @@ def test_layers_with_evidence_move_and_most_of_them_speak_for_all(
     report = alignment.report
     groups = [move.group for move in alignment.moves]
     assert {(g.part, g.layer) for g in groups} == {("attention", i) for i in moving}
-    moved = {slot.tensor for group in groups for slot in group.slots}
+    moved = tensors_of(groups)
     for name, tensor in alignment.apply(update).items():
         assert (tensor is update[name]) == (name not in moved)
         assert_close(tensor, state[name], atol=1e-2, rtol=0)
@@ -311,7 +311,7 @@ def test_null_models_keep_distance_and_projection() -> None:
     state, symmetry = bert()
     update = isotropic(state, 0.04, 4)
     for group in symmetry.groups:
-        names = {slot.tensor for slot in group.slots}
+        names = tensors_of([group])
         anchor, client = (flat(model, group) for model in (state, update))
         line = line_of(group, state, update)
         drawn = list(null_models({group: line}, state, update))

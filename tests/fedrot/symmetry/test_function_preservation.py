@@ -52,6 +52,7 @@ from tests.models import (
     movable,
     near,
     same,
+    tensors_of,
 )
 
 #: The parts that are tried together.
@@ -110,7 +111,7 @@ def test_every_tensor_moves_and_every_output_stays(name: str, attention: str) ->
     for seed, chosen in enumerate((*alone, parts), 3):
         moved = random_equivalent(state, symmetry, seed, chosen)
         groups = symmetry.select(chosen)
-        touched = {slot.tensor for group in groups for slot in group.slots}
+        touched = tensors_of(groups)
         assert changed(moved, state) <= touched
         assert agree(compute(moved, attention), before)
         assert groups or chosen == ("output",)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fedrot.errors import FedrotError, safe
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from fedrot.tensors import TensorDict
 
 #: Deepest nesting of JSON that is read.
 DEEPEST = 200
@@ -99,13 +99,13 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    path: Path, tensors: TensorDict, metadata: dict[str, str] | None = None
 ) -> None:
     """Write contiguous tensors as safetensors; raises ``OSError`` if that fails."""
     from safetensors.torch import save_file
 
     with as_os_error(path):
-        save_file(dict(tensors), path, None if metadata is None else dict(metadata))
+        save_file(tensors, path, metadata)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +29,8 @@ _NOISE = 0.05
 #: Maximum number of a group's tensors that a message names.
 _SHOWN = 8
 
-#: Maximum number of further draws if an element moves nothing.
-_DRAWS = 64
+#: Maximum number of draws while elements move nothing.
+_DRAWS = 65
 
 #: Outputs that are not compared, because their coordinates may move: caches of keys and
 #: values, encoder states that a decoder reads, and hidden states if the embeddings
@@ -45,6 +45,9 @@ _TEXT = frozenset({"input_ids", "attention_mask"})
 #: Which groups are moved.
 Selection = Callable[[Group], bool]
 
+#: The largest change of an output if the selected groups are moved.
+Change = Callable[[Selection], float]
+
 
 def output_change(
     model: nn.Module,
@@ -53,7 +56,7 @@ def output_change(
     parts: Sequence[str] = WHOLE_MODEL,
     seed: int = 0,
     batch: Tensors | None = None,
-) -> Callable[[Selection], float]:
+) -> Change:
     """Draw one element per group; return a function that applies those it selects.
 
     This function returns the largest change of an output relative to that output's
@@ -90,8 +93,7 @@ def output_change(
     if symmetry.rotates:
         check_rotates(replace(symmetry, tied=tied_tensors(model.state_dict())))
         state = canonical(state, symmetry)
-    groups = symmetry.select(parts)
-    moves = [Move(group, _drawn(group, generator)) for group in groups]
+    moves = [Move(group, _drawn(group, generator)) for group in symmetry.select(parts)]
 
     def change(selected: Selection) -> float:
         applied = (move for move in moves if selected(move.group))
@@ -137,8 +139,7 @@ def check_function(
     largest = change(lambda group: True)
     # NaN is not within the tolerance either.
     if not largest <= TOLERANCE:
-        selections = {part: _only(symmetry.select((part,))) for part in parts}
-        broken = [x for x in parts if not change(selections[x]) <= TOLERANCE]
+        broken = [x for x in parts if _breaks(change, symmetry.select((x,)))]
         raise SymmetryError(
             f"Moving {' and '.join(broken) or 'all parts together'} changes this "
             f"model's outputs by {largest:.2g} of their size. "
@@ -147,25 +148,17 @@ def check_function(
     return largest
 
 
-def suspects(
-    symmetry: Symmetry, change: Callable[[Selection], float], parts: Sequence[str]
-) -> str:
+def suspects(symmetry: Symmetry, change: Change, parts: Sequence[str]) -> str:
     """Return an error message with the first wrong group of each part.
 
     ``parts`` are those that change the outputs, ``change`` is from ``output_change``.
     """
     named = []
     for part in parts:
-        groups = symmetry.select((part,))
-        broken = (group for group in groups if not change(_only((group,))) <= TOLERANCE)
-        group = next(broken, None)
-        if group is None:
-            continue
-        names = list(dict.fromkeys(f"'{slot.tensor}'" for slot in group.slots))
-        shown = ", ".join(names[:_SHOWN])
-        if len(names) > _SHOWN:
-            shown += f" and {len(names) - _SHOWN} more tensors"
-        named.append(f"group '{group.name}' ({part}), which acts on {shown}")
+        for group in symmetry.select((part,)):
+            if _breaks(change, (group,)):
+                named.append(f"group '{group.name}' ({part}), {_acting(group)}")
+                break
     return (
         f"The description of family '{symmetry.family}' is wrong for this model. Look "
         f"at {'; and '.join(named) or 'its groups'}. Correct the description, or "
@@ -175,9 +168,19 @@ def suspects(
     )
 
 
-def _only(groups: tuple[Group, ...]) -> Selection:
+def _acting(group: Group) -> str:
+    """Return on which tensors a group acts."""
+    names = list(dict.fromkeys(f"'{slot.tensor}'" for slot in group.slots))
+    shown = f"which acts on {', '.join(names[:_SHOWN])}"
+    more = len(names) - _SHOWN
+    return f"{shown} and {more} more tensors" if more > 0 else shown
+
+
+def _breaks(change: Change, groups: Iterable[Group]) -> bool:
+    """Return whether moving only these groups changes an output."""
     names = {group.name for group in groups}
-    return lambda group: group.name in names
+    # NaN is not within the tolerance.
+    return not change(lambda group: group.name in names) <= TOLERANCE
 
 
 def _doubled(model: nn.Module) -> nn.Module:
@@ -211,11 +214,10 @@ def _prepared(model: nn.Module, batch: Tensors) -> dict[str, Any]:
 
 def _drawn(group: Group, generator: torch.Generator) -> Tensor:
     """Return a random element that moves something, if the group has any."""
-    element = group.action.random(generator)
     for _ in range(_DRAWS):
+        element = group.action.random(generator)
         if group.action.moved(element).any():
             break
-        element = group.action.random(generator)
     return element
 
 

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 #: what chance removes. The default of ``AlignmentOptions.chance`` requires less.
 TIMES_CHANCE = 1.5
 
+#: A group's row, see ``AlignmentReport.rows``.
+Row = Mapping[str, Any]
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -38,8 +40,8 @@ class Shares:
     beyond: int = 0
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Shares:
-        """Return the shares of one row, see ``AlignmentReport.rows``."""
+    def of(cls, row: Row) -> Shares:
+        """Return the shares of one row."""
         before = float(row["before"])
         chance = row.get("chance")
         # Tables of pandas have NaN where a row has no value.
@@ -53,8 +55,7 @@ class Shares:
             groups=1,
             moved=int(moved),
         )
-        beyond = moved and shares.exceeds(TIMES_CHANCE)
-        return replace(shares, beyond=int(beyond))
+        return replace(shares, beyond=int(moved and shares.exceeds(TIMES_CHANCE)))
 
     @property
     def share(self) -> float:
@@ -97,9 +98,7 @@ def total(shares: Iterable[Shares]) -> Shares:
     return Shares(chance=chance, **sums)
 
 
-def shares_by(
-    rows: Iterable[Mapping[str, Any]], key: Callable[[Mapping[str, Any]], Key]
-) -> dict[Key, Shares]:
+def shares_by(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, Shares]:
     """Return the sums over the rows of each key, in the order of the rows.
 
     Rows of dropped replies have no distances and are skipped.

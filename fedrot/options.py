@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fedrot.errors import FedrotError
-from fedrot.symmetry.groups import DEFAULT_PARTS, PARTS, WHOLE_MODEL, Symmetry
+from fedrot.symmetry.groups import DEFAULT_PARTS, PARTS, WHOLE_MODEL, Group, Symmetry
 
 #: Groups that may act inside heads.
 WITHIN_HEADS = ("rotation", "permutation")
@@ -65,11 +65,11 @@ class AlignmentOptions:
             )
         chosen = WHOLE_MODEL if whole else tuple(self.parts)
         object.__setattr__(self, "parts", chosen)
-        unknown = [part for part in self.parts if part not in PARTS]
-        if unknown:
-            raise FedrotError(
-                f"Unknown part '{unknown[0]}' in parts; choose from {tuple(PARTS)}."
-            )
+        for part in self.parts:
+            if part not in PARTS:
+                raise FedrotError(
+                    f"Unknown part '{part}' in parts; choose from {tuple(PARTS)}."
+                )
         if not isinstance(self.layers, Collection):
             raise FedrotError(
                 f"layers is {self.layers!r}; give a list of indices, [{self.layers!r}]."
@@ -79,24 +79,23 @@ class AlignmentOptions:
                 f"layers is '{self.layers}'; use 'all', 'first:N', 'last:N' or a list "
                 "of indices."
             )
-        known_action = self.within_heads in WITHIN_HEADS
-        finite = 0 <= self.chance < float("inf")
-        is_share = 0 <= self.activation_weight <= 1
-        conditions = (
-            ("within_heads", known_action, f"be one of {WITHIN_HEADS}"),
-            ("chance", finite, "be 0 or positive"),
-            ("activation_weight", is_share, "lie in [0, 1]"),
-        )
-        for name, fits, needed in conditions:
-            if not fits:
-                raise FedrotError(
-                    f"{name} is {getattr(self, name)!r}; it must {needed}."
-                )
+        if self.within_heads not in WITHIN_HEADS:
+            raise FedrotError(
+                f"within_heads is {self.within_heads!r}; it must be one of "
+                f"{WITHIN_HEADS}."
+            )
+        if not 0 <= self.chance < float("inf"):
+            raise FedrotError(f"chance is {self.chance!r}; it must be 0 or positive.")
+        if not 0 <= self.activation_weight <= 1:
+            raise FedrotError(
+                f"activation_weight is {self.activation_weight!r}; it must lie in "
+                "[0, 1]."
+            )
 
     @property
     def coupled(self) -> bool:
         """True if a chosen part shares tensors with others, so elements are coupled."""
-        return bool({"residual", "output"} & set(self.parts))
+        return "residual" in self.parts or "output" in self.parts
 
     def for_model(self, symmetry: Symmetry) -> AlignmentOptions:
         """Return the options with ``canonical`` decided for a model."""
@@ -127,14 +126,18 @@ class AlignmentOptions:
         """False if these options bring no model to canonical form."""
         return "residual" in self.parts if self.canonical is None else self.canonical
 
+    def groups(self, symmetry: Symmetry) -> tuple[Group, ...]:
+        """Return a model's groups of the chosen parts and layers."""
+        return symmetry.select(self.parts, self.layer_indices(symmetry.layers))
+
     def layer_indices(self, count: int) -> tuple[int, ...]:
         """Return the chosen layers of a model with ``count`` layers."""
         if not isinstance(self.layers, str):
-            outside = [layer for layer in self.layers if not 0 <= layer < count]
-            if outside:
-                raise FedrotError(
-                    f"Layer {outside[0]} is not in the model, which has {count}."
-                )
+            for layer in self.layers:
+                if not 0 <= layer < count:
+                    raise FedrotError(
+                        f"Layer {layer} is not in the model, which has {count}."
+                    )
             return tuple(self.layers)
         if self.layers == "all":
             return tuple(range(count))

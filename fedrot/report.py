@@ -47,8 +47,9 @@ class GroupReport:
     @classmethod
     def unmoved(cls, group: Group, before: float) -> GroupReport:
         """Return the report of a group that is not moved."""
-        units = group.action.units
-        return cls(group.name, group.layer, group.part, before, before, 0, units)
+        return cls(
+            group.name, group.layer, group.part, before, before, 0, group.action.units
+        )
 
     def moved_by(self, group: Group, element: Tensor) -> GroupReport:
         """Return the report with an element's number of moved units and its angle."""
@@ -71,9 +72,8 @@ class AlignmentReport:
     seconds: float
 
     def __str__(self) -> str:
-        distances = f"{self.before:.4g} -> {self.after:.4g}"
         lines = [
-            f"squared distance to the anchor {distances}, "
+            f"squared distance to the anchor {self.before:.4g} -> {self.after:.4g}, "
             f"{self.share():.1%} removed in {self.seconds:.2f} s"
         ]
         for part in dict.fromkeys(group.part for group in self.groups):

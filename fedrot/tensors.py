@@ -14,6 +14,9 @@ from fedrot.errors import FedrotError, UpdateError
 #: Tensors by name, as in a state dict.
 Tensors = Mapping[str, Tensor]
 
+#: The same as a new dictionary, which its receiver may change.
+TensorDict = dict[str, Tensor]
+
 #: The sizes of a tensor's axes, and of all tensors by name.
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -41,10 +44,19 @@ def along_axis(vector: Tensor, axis: int, like: Tensor) -> Tensor:
     return vector.to(like).reshape([-1 if d == axis else 1 for d in range(like.ndim)])
 
 
+def identity(like: Tensor) -> Tensor:
+    """Return the identity with the size, dtype and device of square matrices."""
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+
+
 def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
     """Return a copy of the diagonal blocks of a matrix, ``[n / size, size, size]``."""
     starts = range(0, len(matrix), size)
     return torch.stack([matrix[i : i + size, i : i + size] for i in starts])
+
+
+#: A device, or its name.
+Device = torch.device | str
 
 
 class Shaped(Protocol):
@@ -109,12 +121,13 @@ def check_update(update: Mapping[str, Shaped], shapes: Shapes) -> None:
     for name, shape in shapes.items():
         if name not in update:
             raise UpdateError(_missing(name, update, shapes))
-        if tuple(update[name].shape) != shape:
+        tensor = update[name]
+        if tuple(tensor.shape) != shape:
             raise UpdateError(
-                f"The tensor '{name}' has shape {list(update[name].shape)}, the model "
+                f"The tensor '{name}' has shape {list(tensor.shape)}, the model "
                 f"has {list(shape)}. Send the tensors of the same model."
             )
-        why = unusable(update[name])
+        why = unusable(tensor)
         if why:
             raise UpdateError(f"The tensor '{name}' {why}.")
     extra = [name for name in update if name not in shapes]
@@ -139,8 +152,8 @@ def _missing(name: str, update: Mapping[str, Shaped], shapes: Shapes) -> str:
             "are missing. Average adapters with FedRotLoRA, or merge the adapter "
             "(peft: merge_and_unload) and send the whole model."
         )
-    extra = (other for other in update if other not in shapes)
-    like = next((other for other in extra if _alike(other, name)), None)
+    alike = (other for other in update if other not in shapes and _alike(other, name))
+    like = next(alike, None)
     instead = f"; the update has '{like}' instead" if like else ""
     count = sum(other not in update for other in shapes)
     return (
@@ -162,7 +175,7 @@ def check_finite(update: Tensors) -> None:
             continue
         norm = torch.linalg.vector_norm(tensor.detach(), dtype=compute_dtype(tensor))
         if not norm <= LARGEST_NORM:
-            finite = bool(torch.isfinite(tensor).all())
+            finite = torch.isfinite(tensor).all()
             what = "values whose squares overflow float32" if finite else "NaN or Inf"
             raise UpdateError(
                 f"The tensor '{name}' holds {what}. Check the client's training "
@@ -170,16 +183,15 @@ def check_finite(update: Tensors) -> None:
             )
 
 
-def widened(tensors: Tensors) -> dict[str, Tensor]:
+def widened(tensors: Tensors) -> TensorDict:
     """Return tensors, floating-point ones in their ``compute_dtype``."""
-    wide = dict(tensors)
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point():
-            wide[name] = tensor.to(compute_dtype(tensor))
-    return wide
+    return {
+        name: tensor.to(compute_dtype(tensor)) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
 
 
-def checked_device(device: torch.device | str) -> torch.device:
+def checked_device(device: Device) -> torch.device:
     """Return the device; raise ``FedrotError`` if tensors cannot be put on it."""
     try:
         checked = torch.device(device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora import peft_model
-from fedrot.lora.adapters import LoraSettings, factors, pairs_of, shaped, wide_factors
+from fedrot.lora.adapters import LoraSettings, factors, named, pairs_of, wide_factors
 from fedrot.lora.peft_model import adapter_tensors, load_adapter
 from fedrot.tensors import Tensors
 from reproductions.lora_rivals import residual_name, without_residuals
@@ -77,8 +77,7 @@ def first_directions(
         if wanted >= len(a):
             continue
         own = scales.scale(pair.module, len(a)) / scales.scale(pair.module, wanted)
-        for name, matrix in ((pair.a, a[:wanted]), (pair.b, own * b[:, :wanted])):
-            found[name] = shaped(matrix, tensors[name].shape).to(tensors[name])
+        found |= named((a[:wanted], own * b[:, :wanted]), pair, tensors)
         if pair.bias in tensors:
             found[pair.bias] = own * tensors[pair.bias]
     return found

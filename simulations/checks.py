@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from time import process_time
 from typing import Any
 
@@ -18,7 +18,7 @@ from fedrot.simulations.engine import Machine
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.cells import CellRun, strategy_of
 from fedrot.simulations.models import build_model, model_config, tensors_of
-from fedrot.simulations.run_folder import Cell
+from fedrot.simulations.run_folder import Cell, Row
 from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.simulations.summary import span
 from fedrot.simulations.tasks import training
@@ -43,7 +43,7 @@ class Checked:
         memory: bytes of the models of one job.
     """
 
-    described: dict[str, Any]
+    described: Row
     sentences: list[str]
     test_rows: int
     seconds: float
@@ -111,9 +111,9 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
             f"unknown metric '{strategy.guard}'; one of {', '.join(known)}"
         )
     if strategy.chooses:
-        clients = strategy.clients or range(experiment.clients)
         for seed in experiment.seeds:
-            if not _held_out(task, seed, clients):
+            rows = CellRun(experiment, seed, strategy).client_rows()
+            if not any(map(len, rows.values())):
                 raise FedrotError(
                     f"it needs clients' held-out rows, but holdout "
                     f"{experiment.holdout:g} gives none with seed {seed}; use a larger "
@@ -126,17 +126,7 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
         options = getattr(built, "alignment", None)  # adapters have none
         if options is not None:
             config = model_config(experiment, task.data)
-            symmetry = symmetry_of(config, model.state_dict())
-            options.layer_indices(symmetry.layers)
-
-
-def _held_out(task: Task, seed: int, clients: Iterable[int]) -> int:
-    """Return how many rows the clients hold out in all."""
-    count = 0
-    for client in clients:
-        _, rows = task.client_rows(seed, client)
-        count += len(rows)
-    return count
+            options.layer_indices(symmetry_of(config, model.state_dict()).layers)
 
 
 def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
@@ -157,7 +147,7 @@ def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator
     yield f"{len(sizes)} clients have {span(sizes)} rows each (seed {seed}){shared}."
     if TASKS[experiment.task].classifies and task.data.kind == "single":
         largest = int(np.bincount(train.labels).argmax())
-        share = float(np.mean(task.data.test.labels == largest))
+        share = np.mean(task.data.test.labels == largest)
         yield (
             f"A model that always answers '{names[largest]}' would have accuracy "
             f"{share:.3f}."
@@ -169,7 +159,10 @@ def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator
             f"{seed})."
         )
     choosing = [strategy.name for strategy in experiment.strategies if strategy.chooses]
-    held_out = _held_out(task, seed, range(experiment.clients))
+    held_out = 0
+    for client in range(experiment.clients):
+        _, rows_held = task.client_rows(seed, client)
+        held_out += len(rows_held)
     if choosing and held_out < FEW:
         yield (
             f"Clients hold out {held_out} rows in all (seed {seed}), by which "
@@ -202,17 +195,18 @@ def costs_of(
         if all_rounds in trained:
             shared = rounds
         trained |= {first, all_rounds}
-        numbers = range(shared + 1, rounds + 1)
-        epochs = sum(experiment.epochs(number) for number in numbers)
+        epochs = sum(
+            experiment.epochs(number) for number in range(shared + 1, rounds + 1)
+        )
         share = strategy.fraction_train or experiment.fraction_train
         # A task head is fitted to sums over all rows: once, or before and after rounds.
         passes = int(strategy.fits)
         if strategy.fit_head:
             passes = 2 * rounds + 1
-        evaluated = (rounds + 1) * known.test_rows + experiment.holdout * rows
-        evaluated += passes * rows
-        trained_rows = rows * share * epochs
-        costs[cell.name] = trained_rows + training.EVALUATED * evaluated
+        evaluated = (
+            (rounds + 1) * known.test_rows + experiment.holdout * rows + passes * rows
+        )
+        costs[cell.name] = rows * share * epochs + training.EVALUATED * evaluated
     return costs
 
 
@@ -232,7 +226,6 @@ def estimate(
     # macOS counts bytes, Linux kilobytes.
     unit = 1 if sys.platform == "darwin" else 1024
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    memory = f"{(used + models) / 1e9:.1f} GB each"
     jobs = len({cell.trains_first for cell in cells})
     places = machine.places(jobs)
     noun = "processes" if places > 1 else "process"
@@ -240,9 +233,12 @@ def estimate(
     if machine.ray:
         places = 1
         where = f"of one core, {jobs} jobs"
-    turns = math.ceil(jobs / places)  # a job is not divided
+    turns = ceil(jobs / places)  # a job is not divided
     time = in_words(seconds / jobs * turns)
-    return f"This takes about {time} {where} with {memory} (from one timed step)."
+    return (
+        f"This takes about {time} {where} with {(used + models) / 1e9:.1f} GB each "
+        "(from one timed step)."
+    )
 
 
 def in_words(seconds: float) -> str:

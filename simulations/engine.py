@@ -255,8 +255,8 @@ class _Tasks:
             ) from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray's own handler exits.
-        options = {"num_cpus": 1, "max_retries": 0, "num_returns": "streaming"}
-        self._task = self._ray.remote(**options)(_messages)
+        remote = self._ray.remote(num_cpus=1, max_retries=0, num_returns="streaming")
+        self._task = remote(_messages)
 
     def places(self) -> int:
         # At most one job per core is submitted, so that jobs start in the order of the
@@ -277,8 +277,10 @@ class _Tasks:
             try:
                 message = self._ray.get(next(stream))
             except (StopIteration, self._ray.exceptions.RayError) as error:
-                reason = str(error) or "it was stopped"
-                message = Ended(f"The task of the job ended: {reason}", died=True)
+                message = Ended(
+                    f"The task of the job ended: {str(error) or 'it was stopped'}",
+                    died=True,
+                )
             yield stream, message
 
     def close(self) -> None:
@@ -288,8 +290,7 @@ class _Tasks:
 def _messages(job: Job) -> Iterator[Any]:
     """Run a job in a thread, and yield its messages."""
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    work = threading.Thread(target=attempt, args=(job, messages.put), daemon=True)
-    work.start()
+    threading.Thread(target=attempt, args=(job, messages.put), daemon=True).start()
     message: Any = None
     while not isinstance(message, Ended):
         message = messages.get()

@@ -7,13 +7,21 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.scenario import Scenario
+from fedrot.simulations.scenario import Scenario, Settings, names_in
 from fedrot.simulations.strategy import Strategy, default_strategies, named
 
 # The files of the tasks register themselves in TASKS.
@@ -42,19 +50,19 @@ class Experiment(Scenario):
     strategies: tuple[Strategy, ...] = Field(
         (), description="Names; others are [[strategy]] tables."
     )
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+    seeds: tuple[NonNegativeInt, ...] = Field(
         (0, 1, 2),
         max_length=MOST_SEEDS,
         description="Their number (3: 0, 1 and 2), or a list 1,4,9.",
     )
-    rounds: int = Field(3, gt=0, description="Rounds of training.")
-    local_epochs: float = Field(1, gt=0, description="Epochs of a client in a round.")
+    rounds: PositiveInt = Field(3, description="Rounds of training.")
+    local_epochs: PositiveFloat = Field(1, description="Epochs of a client in a round.")
     first_epochs: float | None = Field(
         None, gt=0, description="In the first round, if others."
     )
-    batch_size: int = Field(32, gt=0, description="Rows per step.")
-    lr: float = Field(1e-3, gt=0, description="AdamW's learning rate.")
-    weight_decay: float = Field(0.01, ge=0, description="AdamW's weight decay.")
+    batch_size: PositiveInt = Field(32, description="Rows per step.")
+    lr: PositiveFloat = Field(1e-3, description="AdamW's learning rate.")
+    weight_decay: NonNegativeFloat = Field(0.01, description="AdamW's weight decay.")
 
     @field_validator("task", mode="before")
     @classmethod
@@ -136,34 +144,34 @@ class Experiment(Scenario):
         if self.unseen_data and not task.joins_domains:
             able = " and ".join(map(repr, named_tasks("joins_domains")))
             yield f"unseen_data is for task {able}, not for '{self.task}'"
-        usual = type(self).model_fields
         idle = [
             name
             for name in OF_SMALL_MODEL
-            if getattr(self, name) != usual[name].default
+            if getattr(self, name) != Experiment.model_fields[name].default
         ]
-        if self.model is not None and idle:
+        if self.model is None:
+            if self.architecture not in task.architectures:
+                yield (
+                    f"architecture '{self.architecture}' is not for '{self.task}'; "
+                    f"choose {' or '.join(task.architectures)}"
+                )
+        elif idle:
             yield (
                 f"{idle[0]} is for small models from scratch, and '{self.model}' has "
                 "its own"
             )
-        if self.model is None and self.architecture not in task.architectures:
-            able = " or ".join(task.architectures)
-            yield (
-                f"architecture '{self.architecture}' is not for '{self.task}'; choose "
-                f"{able}"
-            )
-        shares = [strategy.fraction_train or 1 for strategy in self.strategies]
-        if self.start == "different" and min(self.fraction_train, *shares) < 1:
-            yield (
-                "start 'different' needs fraction_train 1: a client that joins in a "
-                "later round starts from the broadcast model"
-            )
-        if self.start == "different" and self.model is not None:
-            yield (
-                f"start 'different' draws new models, but all have '{self.model}'; use "
-                "start 'same'"
-            )
+        if self.start == "different":
+            shares = [strategy.fraction_train or 1 for strategy in self.strategies]
+            if min(self.fraction_train, *shares) < 1:
+                yield (
+                    "start 'different' needs fraction_train 1: a client that joins in "
+                    "a later round starts from the broadcast model"
+                )
+            if self.model is not None:
+                yield (
+                    f"start 'different' draws new models, but all have '{self.model}'; "
+                    "use start 'same'"
+                )
         if self.lora:
             yield from self._lacking_for_lora()
         if len(set(self.seeds)) < max(len(self.seeds), 1):
@@ -187,7 +195,7 @@ class Experiment(Scenario):
     @classmethod
     def from_flat(
         cls,
-        settings: Mapping[str, Any],
+        settings: Settings,
         tables: Mapping[str, Any] = {},
     ) -> Experiment:
         """Build from values of a command line, a file or Flower's configuration.
@@ -200,14 +208,13 @@ class Experiment(Scenario):
         flat = {
             name.replace("-", "_"): value
             for name, value in settings.items()
-            if value is not None and value != ""
+            if value not in (None, "")
         }
         for name in ("train_limit", "test_limit", "first_epochs"):
             flat[name] = flat.get(name) or None
         strategies = flat.get("strategies")
         if isinstance(strategies, str):
-            parts = map(str.strip, strategies.split(","))
-            strategies = [part for part in parts if part]
+            strategies = names_in(strategies)
         if isinstance(strategies, list):
             flat["strategies"] = [
                 tables.get(entry, entry) if isinstance(entry, str) else entry
@@ -244,7 +251,7 @@ class Experiment(Scenario):
         return self.model_copy(update=others).to_json()
 
 
-def read_experiments(path: Path, options: Mapping[str, Any]) -> list[Experiment]:
+def read_experiments(path: Path, options: Settings) -> list[Experiment]:
     """Return the experiments of a file, with the values of options in place of its own.
 
     ``[base]`` has the values that all ``[[experiment]]`` tables share. ``strategies``

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors, load_adapter
@@ -25,8 +26,9 @@ from fedrot.simulations.pretrained import (
     pretrained_settings,
     source_of,
 )
-from fedrot.simulations.scenario import Scenario
+from fedrot.simulations.scenario import Scenario, Settings
 from fedrot.simulations.tasks.registry import TASKS
+from fedrot.tensors import Tensors
 
 #: The names of the feed-forward width and of dropouts in configurations, by
 #: architecture.
@@ -41,8 +43,11 @@ _NAMES = {
 }
 _LOG = logging.getLogger("flwr")
 #: Names of classification problems in transformers, by kind of the labels.
-PROBLEM_TYPES = {kind: f"{kind}_label_classification" for kind in ("single", "multi")}
-PROBLEM_TYPES["regression"] = "regression"
+PROBLEM_TYPES = {
+    "single": "single_label_classification",
+    "multi": "multi_label_classification",
+    "regression": "regression",
+}
 
 
 def model_config(scenario: Scenario, data: Any) -> Any:
@@ -52,7 +57,8 @@ def model_config(scenario: Scenario, data: Any) -> Any:
         settings.id2label = dict(enumerate(data.tags))
         settings.label2id = {tag: number for number, tag in enumerate(data.tags)}
     elif TASKS[scenario.task].classifies:
-        settings.num_labels = 1 if data.kind == "regression" else len(data.label_names)
+        # The score of a regression is one label, too.
+        settings.num_labels = len(data.label_names)
         settings.problem_type = PROBLEM_TYPES[data.kind]
         if getattr(settings, "pad_token_id", None) is None:
             # Decoders classify with the last token that is not padding.
@@ -65,7 +71,7 @@ def build_model(
     data: Any,
     seed: int,
     rank: int | None = None,
-) -> nn.Module:
+) -> Module:
     """Return the model in float32.
 
     Parameters that are not pretrained are drawn with ``seed``.
@@ -92,8 +98,11 @@ def build_model(
     if not scenario.lora:
         return model
     torch.manual_seed(seed)
-    adapter = {**scenario.lora, "r": rank or max(scenario.ranks)}
-    return _with_adapter(model, adapter, task.peft)
+    return _with_adapter(
+        model,
+        {**scenario.lora, "r": rank or max(scenario.ranks)},
+        task.peft,
+    )
 
 
 def _pretrained(name: str, auto: Any, pooling: str, settings: Any) -> Any:
@@ -110,7 +119,7 @@ def _pretrained(name: str, auto: Any, pooling: str, settings: Any) -> Any:
             dtype=torch.float32,
             output_loading_info=True,
         )
-    new = set(info["missing_keys"])
+    new = info["missing_keys"]
     # A model saved for another task may have no pooler.
     prefix = "" if pooling else f"{model.base_model_prefix}."
     body = sorted(n for n in new if n.startswith(prefix) and "pooler." not in n)
@@ -185,14 +194,15 @@ def _patch_size(side: int) -> int:
     return patch
 
 
-def _with_adapter(model: Any, adapter: Mapping[str, Any], task_type: str) -> nn.Module:
+def _with_adapter(model: Any, adapter: Settings, task_type: str) -> Module:
     """Return a model with a LoRA adapter of PEFT's ``LoraConfig``.
 
     PEFT freezes the base model.
     """
     # PEFT leaves the heads of language models out, but not those of taggers.
-    everywhere = adapter.get("target_modules") == "all-linear"
-    heads = ["classifier", "score"] if everywhere else None
+    heads = None
+    if adapter.get("target_modules") == "all-linear":
+        heads = ["classifier", "score"]
     arguments = {"task_type": task_type, "exclude_modules": heads, **adapter}
     try:
         import peft
@@ -210,26 +220,22 @@ def _with_adapter(model: Any, adapter: Mapping[str, Any], task_type: str) -> nn.
         ) from error
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: Module) -> dict[str, Tensor]:
     """Return copies of the tensors that clients and server exchange.
 
     These are all, or those of the adapter.
     """
     if hasattr(model, "peft_config"):
         return adapter_tensors(model)
-    return {
-        name: tensor.detach().clone() for name, tensor in model.state_dict().items()
-    }
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 #: Functions that load an adapter, by the name that the server sends. Plug-ins add
 #: theirs.
-LOADERS: dict[str, Callable[[Any, Mapping[str, Tensor]], None]] = {"": load_adapter}
+LOADERS: dict[str, Callable[[Any, Tensors], None]] = {"": load_adapter}
 
 
-def load_tensors(
-    model: nn.Module, tensors: Mapping[str, Tensor], how: str = ""
-) -> None:
+def load_tensors(model: Module, tensors: Tensors, how: str = "") -> None:
     """Load the tensors of ``tensors_of``.
 
     ``how`` names the loader of adapters, of any rank.
@@ -237,4 +243,4 @@ def load_tensors(
     if hasattr(model, "peft_config"):
         LOADERS[how](model, tensors)
     else:
-        model.load_state_dict(dict(tensors))
+        model.load_state_dict(tensors)

@@ -40,7 +40,7 @@ def pooling_of(model: str, settings: Any) -> str:
         modules: Any = json.loads(shallow(Path(file).read_bytes()))
         kinds = [entry["type"].rpartition(".")[2] for entry in modules]
         file = None
-        pooling: Any = {}
+        pooling = {}
         if len(modules) > 1:
             file = _optional(source, f"{modules[1]['path']}/config.json")
         if file:
@@ -102,7 +102,7 @@ class PooledForSequenceClassification(PreTrainedModel):
         rates = (getattr(self.config, name, None) for name in names)
         rate = next((rate for rate in rates if rate is not None), 0.0)
         self.dropout = nn.Dropout(rate)
-        labels = int(self.config.num_labels or 0)
+        labels = self.config.num_labels or 0
         self.classifier = nn.Linear(self.config.hidden_size, labels)
         deviation = getattr(self.config, "initializer_range", 0.02)
         nn.init.normal_(self.classifier.weight, std=deviation)

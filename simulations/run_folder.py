@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import distributions
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fedrot.simulations.experiment import Experiment
     from fedrot.simulations.strategy import Strategy
 
+#: A row of results or of alignment, or a table of ``config.json``.
 Row: TypeAlias = dict[str, Any]
 
 #: The keys of ``config.json`` and the types of their values, which are those of
@@ -54,9 +55,8 @@ _TYPES: Mapping[str, Any] = {
     ),
 }
 
-
 #: Fields of a row about a group of weights, beside ``before``.
-_OF_GROUP = ("part", "layer", "after", "found", "moved")
+OF_GROUP = ("part", "layer", "after", "found", "moved")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _checked(rows: list[Row], file: Path, needed: Iterable[str] = ()) -> list[Ro
                 f"'{file}' has a row that fedrot did not write: {row!r:.100}."
             )
         if row.get("value", 0) is None:
-            row["value"] = math.nan
+            row["value"] = nan
     return rows
 
 
@@ -133,9 +133,8 @@ def read_rows(file: Path) -> list[Row]:
     write it.
     """
     rows = []
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     with suppress(json.JSONDecodeError, RecursionError):
-        for line in lines:
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             rows.append(json.loads(line))
     return _checked(rows, file)
 
@@ -155,7 +154,7 @@ class Run:
 
     commands: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
-    experiments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    experiments: dict[str, Row] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     alignment: list[Row] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -190,15 +189,16 @@ def read_run(path: Path) -> Run:
             run.missing.append(title)
             continue
         results = read_json(cell)
-        lists = [results.get("rows"), results.get("alignment")]
-        if not all(isinstance(values, list) for values in lists):
+        rows = results.get("rows")
+        alignment = results.get("alignment")
+        if not (isinstance(rows, list) and isinstance(alignment, list)):
             raise FedrotError(
                 f"'{cell}' is damaged: it has no rows. Delete it to run that part "
                 "again."
             )
-        run.rows.extend(_checked(results["rows"], cell, FIELDS))
-        run.alignment.extend(_checked(results["alignment"], cell, ("strategy",)))
-    _checked([row for row in run.alignment if "before" in row], path, _OF_GROUP)
+        run.rows.extend(_checked(rows, cell, FIELDS))
+        run.alignment.extend(_checked(alignment, cell, ("strategy",)))
+    _checked([row for row in run.alignment if "before" in row], path, OF_GROUP)
     return run
 
 
@@ -218,7 +218,7 @@ class RunFolder:
     def __init__(
         self,
         path: Path,
-        experiments: Mapping[str, Any],
+        experiments: Mapping[str, Row],
         command: str,
     ) -> None:
         """Open a folder for experiments by name, see ``checks.Checked.described``."""
@@ -234,16 +234,18 @@ class RunFolder:
                     "example of a model, which results would overwrite. Choose "
                     "another --out."
                 )
-        united = dict(config["experiments"])
+        united = {**config["experiments"]}
         for name, experiment in experiments.items():
             united[name] = self._united(united.get(name, experiment), experiment)
         (path / "cells").mkdir(parents=True, exist_ok=True)
-        contents = {
-            "commands": [*dict.fromkeys([*config["commands"], command])],
-            "versions": versions(),
-            "experiments": united,
-        }
-        write_json(file, contents)
+        write_json(
+            file,
+            {
+                "commands": [*dict.fromkeys([*config["commands"], command])],
+                "versions": versions(),
+                "experiments": united,
+            },
+        )
 
     def has(self, cell: Cell) -> bool:
         """Return whether the folder has a cell's rows."""
@@ -257,14 +259,18 @@ class RunFolder:
         log: str = "",
     ) -> None:
         """Write a finished cell's rows, alignment report and Flower's log."""
-        results = {
-            "title": cell.title,
-            "rows": rows,
-            "alignment": alignment,
-            "log": log,
-        }
         file = self._file(cell)
-        write_text(file, json_line(results))
+        write_text(
+            file,
+            json_line(
+                {
+                    "title": cell.title,
+                    "rows": rows,
+                    "alignment": alignment,
+                    "log": log,
+                }
+            ),
+        )
         file.with_suffix(".txt").unlink(missing_ok=True)
 
     def fail(self, cell: Cell, failure: str) -> Path:
@@ -279,18 +285,14 @@ class RunFolder:
 
         rows = read_run(self.path).rows
         with replacing(self.path / "rows.csv") as file:
-            pandas.DataFrame(rows, columns=[*FIELDS]).to_csv(file, index=False)
+            pandas.DataFrame(rows, columns=FIELDS).to_csv(file, index=False)
 
     def _file(self, cell: Cell) -> Path:
         return self.path / "cells" / f"{cell.name}.json"
 
-    def _united(
-        self,
-        held: Mapping[str, Any],
-        experiment: Mapping[str, Any],
-    ) -> dict[str, Any]:
+    def _united(self, held: Row, experiment: Row) -> Row:
         """Return an experiment with the folder's seeds and strategies, too."""
-        united = dict(experiment)
+        united = {**experiment}
         for key, value in experiment.items():
             before: Any = held.get(key)
             other = f"another {key} ({before!r:.80})"

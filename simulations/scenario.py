@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 Architecture = Literal["", "bert", "distilbert", "gpt2", "llama", "vit"]
+#: Options and other values by name.
+Settings = Mapping[str, Any]
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names in a text, which commas separate."""
+    return [*filter(None, map(str.strip, text.split(",")))]
 
 
 class Scenario(BaseModel):
@@ -49,9 +57,9 @@ class Scenario(BaseModel):
     architecture: Architecture = Field(
         "", description="Of the small model; default: by task."
     )
-    layers: int = Field(2, gt=0, description="Layers of the small model.")
-    width: int = Field(128, gt=0, description="Hidden size of the small model.")
-    heads: int = Field(4, gt=0, description="Attention heads of the small model.")
+    layers: PositiveInt = Field(2, description="Layers of the small model.")
+    width: PositiveInt = Field(128, description="Hidden size of the small model.")
+    heads: PositiveInt = Field(4, description="Attention heads of the small model.")
     dropout: float = Field(0.1, ge=0, lt=1, description="Dropout of the small model.")
     max_length: int = Field(64, gt=3, description="Most tokens of a text.")
     lora: dict[str, Any] = Field(
@@ -61,7 +69,7 @@ class Scenario(BaseModel):
         ),
     )
 
-    clients: int = Field(4, gt=0, description="Number of clients.")
+    clients: PositiveInt = Field(4, description="Number of clients.")
     partition: str = Field(
         "iid",
         description=(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import io
 import logging
-import math
 import os
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import nan
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
@@ -68,14 +68,11 @@ def simulate(
     """
     with _logged():
         known = {experiment.name: checked(experiment) for experiment in experiments}
-    described = {name: result.described for name, result in known.items()}
-    printed = {""}
-    for result in known.values():
-        for sentence in result.sentences:
-            # Experiments on the same data have the same sentences.
-            if sentence not in printed:
-                console.print(sentence, highlight=False)
-                printed.add(sentence)
+    sentences = [sentence for result in known.values() for sentence in result.sentences]
+    # Experiments on the same data have the same sentences.
+    for sentence in dict.fromkeys(sentences):
+        if sentence:
+            console.print(sentence, highlight=False)
     cells = cells_of(experiments)
     costs = costs_of(cells, known)
     if dry_run:
@@ -83,7 +80,11 @@ def simulate(
         console.print("Dry run: nothing was run or written.")
         return
     with only_writer(out):
-        folder = RunFolder(out, described, command)
+        folder = RunFolder(
+            out,
+            {name: result.described for name, result in known.items()},
+            command,
+        )
         missing = [cell for cell in cells if not folder.has(cell)]
         finished = len(cells) - len(missing)
         if finished:
@@ -128,7 +129,7 @@ class CellResult:
     Attributes:
         name: the cell's.
         rows, alignment: what ``CellRun`` has; empty after a failure.
-        log: Flower's log.
+        log: Flower's log; empty after a failure.
         failure: log and traceback if the cell failed, else empty.
     """
 
@@ -159,13 +160,13 @@ class _Run:
         self._untried = {cell.name: cell for cell in cells}
         self._count = len(cells)
         self._cost = self._cost_of(cells)
-        self._start = perf_counter()
-        self._printed = perf_counter()
-        columns = (
+        self._start = self._printed = perf_counter()
+        self.progress = Progress(
             BarColumn(30),
             TextColumn("{task.percentage:.0f} % {task.description}", markup=False),
+            console=console,
+            transient=True,
         )
-        self.progress = Progress(*columns, console=console, transient=True)
         self._bar = self.progress.add_task("", total=max(self._cost, 1e-9))
         self._of_job: dict[Job, CellProgress] = {}
 
@@ -210,14 +211,13 @@ class _Run:
             self._fail(cell, result.failure)
             return
         self.folder.add(cell, result.rows, result.alignment, result.log)
-        last = cell.experiment.rounds
         texts = []
         for row in result.rows:
-            if row["scope"] != CENTRAL or row["round"] != last:
+            if row["scope"] != CENTRAL or row["round"] != cell.experiment.rounds:
                 continue
             # The headline metric comes first.
             if not texts or row["metric"] in ("macro_f1", "loss"):
-                value = math.nan if row["value"] is None else row["value"]
+                value = nan if row["value"] is None else row["value"]
                 texts.append(f"{row['metric']} {value:.3f}")
         self._print(cell, ", ".join(texts))
 
@@ -230,18 +230,22 @@ class _Run:
         for cell in self._untried.values():
             groups[cell.trains_first].append(cell)
         scratch = self.folder.path.absolute() / TRAININGS
-        work = partial(run_job, grid=grid)
         jobs = []
         for cells in sorted(groups.values(), key=self._cost_of, reverse=True):
             costs = [self._costs[cell.name] for cell in cells]
-            jobs.append(Job(cells[0].name, work, (cells, costs, scratch)))
+            jobs.append(
+                Job(
+                    cells[0].name,
+                    partial(run_job, grid=grid),
+                    (cells, costs, scratch),
+                )
+            )
         return jobs
 
     def _fail(self, cell: Cell, failure: str) -> None:
         self.failed += 1
         file = self.folder.fail(cell, failure)
-        reason = failure.strip().splitlines()[-1]
-        self._print(cell, f"FAILED, see {file}: {reason}")
+        self._print(cell, f"FAILED, see {file}: {failure.strip().splitlines()[-1]}")
 
     def _print(self, cell: Cell, text: str) -> None:
         del self._untried[cell.name]
@@ -266,8 +270,9 @@ class _Run:
         text = "; ".join(texts)
         self.progress.update(self._bar, completed=done, description=text)
         if not self.console.is_terminal and now - self._printed > SILENCE:
-            percent = 100 * done / self._cost
-            self.console.print(f"{percent:.0f} % {text}", highlight=False)
+            self.console.print(
+                f"{100 * done / self._cost:.0f} % {text}", highlight=False
+            )
             self._printed = now
 
 
@@ -289,16 +294,19 @@ def run_job(
     # Modules and data stay: a collection after each cell need not look at them.
     gc.collect()
     gc.freeze()
-    with ExitStack() as stack:
-        log = stack.enter_context(_logged())
-        folder = trainings if trainings.is_dir() else None
-        temporary = tempfile.TemporaryDirectory(
-            prefix="fedrot-", dir=folder, ignore_cleanup_errors=True
-        )
-        scratch = stack.enter_context(temporary)
+    temporary = tempfile.TemporaryDirectory(
+        prefix="fedrot-",
+        dir=trainings if trainings.is_dir() else None,
+        ignore_cleanup_errors=True,
+    )
+    with (
+        _logged() as log,
+        temporary as scratch,
         # Clients keep models for the next request here, and not among the user's
         # caches.
-        stack.enter_context(_variable("XDG_CACHE_HOME", scratch))
+        _variable("XDG_CACHE_HOME", scratch),
+        ExitStack() as stack,
+    ):
         if grid is None:
             stack.enter_context(outside_of_the_engine())
             grid = OrderedGrid(local_clients(app, count), count)
@@ -309,7 +317,7 @@ def run_job(
                 result = CellResult(cell.name, run.rows, run.alignment, log.getvalue())
             except Exception:
                 failure = f"{log.getvalue()}\n{traceback.format_exc()}"
-                result = CellResult(cell.name, [], [], log.getvalue(), failure)
+                result = CellResult(cell.name, [], [], "", failure)
             shutil.rmtree(Path(scratch) / "fedrot-bodies", ignore_errors=True)
             tell(result)
             log.seek(0)
@@ -341,9 +349,8 @@ def _counting(tell: Tell, cell: Cell, cost: float) -> Iterator[None]:
         done = min(done + rows, cost)
         if monotonic() - told > _BEAT:
             told = monotonic()
-            percent = 100 * done / cost
-            text = f"{cell.strategy.name} (seed {cell.seed}) {percent:.0f} %"
-            tell(CellProgress(text, done))
+            title = f"{cell.strategy.name} (seed {cell.seed})"
+            tell(CellProgress(f"{title} {100 * done / cost:.0f} %", done))
 
     training.ON_ROWS.append(count)
     try:
@@ -356,15 +363,15 @@ def _counting(tell: Tell, cell: Cell, cost: float) -> Iterator[None]:
 def _logged() -> Iterator[io.StringIO]:
     """Collect Flower's log inside of the context."""
     logger = logging.getLogger("flwr")
-    before = list(logger.handlers)
+    before = logger.handlers
     propagates = logger.propagate
     log = io.StringIO()
     handler = logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger.handlers[:] = [handler]
+    logger.handlers = [handler]
     logger.propagate = False
     try:
         yield log
     finally:
-        logger.handlers[:] = before
+        logger.handlers = before
         logger.propagate = propagates

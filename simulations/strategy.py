@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Mapping
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from fedrot.options import AlignmentOptions
     from fedrot.simulations.scenario import Scenario
 
+
+#: Arguments of a class, or fields of a table, by name.
+Fields: TypeAlias = dict[str, Any]
 
 #: Fields that do not go with adapters.
 _WITHOUT_ADAPTERS = ("alignment", "other_basis", "aggregation", "guard")
@@ -42,18 +45,14 @@ class Strategy(BaseModel):
     fit_at_end: bool = Field(
         False, description="Fit the task head once, after the last round."
     )
-    alignment: bool | dict[str, Any] = Field(
-        True, description="Or fields of AlignmentOptions."
-    )
-    other_basis: bool | dict[str, Any] = Field(
+    alignment: bool | Fields = Field(True, description="Or fields of AlignmentOptions.")
+    other_basis: bool | Fields = Field(
         False, description="true, or fields of OtherBasis."
     )
-    aggregation: str | dict[str, Any] = Field(
-        "", description="A name, or name and arguments."
-    )
+    aggregation: str | Fields = Field("", description="A name, or name and arguments.")
     fit_head: bool | str = Field(False, description="Fit the task head in every round.")
     guard: str = Field("", description="A metric on the clients' held-out rows.")
-    server: dict[str, Any] = Field({}, description="Fields of Server.")
+    server: Fields = Field({}, description="Fields of Server.")
     fraction_train: float | None = Field(
         None,
         gt=0,
@@ -61,14 +60,14 @@ class Strategy(BaseModel):
         description="Default: the experiment's.",
     )
     weighted_by_key: str = Field("num-examples", description="As in FedAvg.")
-    adapters: dict[str, Any] = Field(
+    adapters: Fields = Field(
         {}, description="Of LoRA adapters: fields of AdapterOptions."
     )
     batches: int = Field(0, ge=0, description="Most batches for statistics; 0: all.")
     clients: tuple[int, ...] = Field(
         (), description="The clients that take part; default: all."
     )
-    options: dict[str, Any] = Field({}, description="Of a plug-in's kind.")
+    options: Fields = Field({}, description="Of a plug-in's kind.")
 
     @property
     def fits(self) -> bool:
@@ -81,7 +80,7 @@ class Strategy(BaseModel):
         return bool(self.guard or self.fits)
 
     @property
-    def aggregation_arguments(self) -> dict[str, Any]:
+    def aggregation_arguments(self) -> Fields:
         """``aggregation`` as a table, with a ``name``."""
         aggregation = self.aggregation or "mean"
         if isinstance(aggregation, str):
@@ -163,14 +162,17 @@ class Strategy(BaseModel):
         share = self.fraction_train or experiment.fraction_train
         shared = [f"fraction_train={share:g}"] if share < 1 else []
         unaligned = self.alignment is False
+        function = "FedRot"
+        first = [model]
         # Adapters are not aligned, and so they have no such argument.
+        if experiment.lora:
+            function = "FedRotLoRA"
+        elif unaligned:
+            first.append("alignment=None")
         if not arguments and (unaligned or experiment.lora):
-            line = _call("FedAvg", {}, *shared)
-        elif experiment.lora:
-            line = _call("FedRotLoRA", {}, model, *arguments, *shared)
-        else:
-            first = [model, "alignment=None"] if unaligned else [model]
-            line = _call("FedRot", {}, *first, *arguments, *shared)
+            function = "FedAvg"
+            first = []
+        line = _call(function, {}, *first, *arguments, *shared)
         if self.fit_at_end:
             line += f"  # then fit_task_head(grid, result.arrays, {model})"
         return line
@@ -234,7 +236,7 @@ KINDS: dict[str, Callable[[Strategy, Scenario], None]] = {
 }
 
 #: The strategies that ``--strategies`` knows: their fields, and a sentence ``says``.
-NAMED: dict[str, dict[str, Any]] = tomllib.loads(
+NAMED: dict[str, Fields] = tomllib.loads(
     (resources.files("fedrot.simulations") / "strategies.toml").read_text("utf-8")
 )
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite, nan, sqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedrot.simulations.run_folder import Row
+from fedrot.simulations.run_folder import FIELDS, Row, Run
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-    from fedrot.simulations.run_folder import Run
 
 #: The strategy that others are compared with, where it has results.
 REFERENCE = "fedavg"
@@ -51,8 +49,8 @@ class Paired:
     smallest: float
     n: int
     verdict: str
-    ours: float = math.nan
-    other: float = math.nan
+    ours: float = nan
+    other: float = nan
 
 
 def paired_difference(
@@ -65,21 +63,20 @@ def paired_difference(
 
     n = len(differences)
     if not np.isfinite(differences).all():
-        return Paired(math.nan, math.nan, n, "not finite")
+        return Paired(nan, nan, n, "not finite")
     if not n:
-        return Paired(math.nan, math.nan, n, "no interval")
+        return Paired(nan, nan, n, "no interval")
     mean = float(np.mean(differences))
     if max(map(abs, differences)) <= ROUNDING:
-        return Paired(mean, math.nan, n, "same")
+        return Paired(mean, nan, n, "same")
     sd = float(np.std(differences, ddof=1)) if n > 1 else 0.0
     if sd <= ROUNDING * abs(mean):
-        return Paired(mean, math.nan, n, "no interval")
+        return Paired(mean, nan, n, "no interval")
     quantile = float(stats.t.ppf(0.975, n - 1))
-    half = quantile * sd / math.sqrt(n)
+    half = quantile * sd / sqrt(n)
     if abs(mean) <= half:
         return Paired(mean, half, n, "within noise")
-    better = (mean < 0) == lower_is_better
-    return Paired(mean, half, n, "better" if better else "worse")
+    return Paired(mean, half, n, "better" if (mean < 0) == lower_is_better else "worse")
 
 
 def span(values: Collection[Any], as_text: Callable[[Any], str] = str) -> str:
@@ -98,20 +95,18 @@ class Standing:
         values: metrics of the global model on the test rows, [seeds, metrics].
         worst: the headline metric of the worst client on its held-out rows, mean over
             seeds.
-        traffic, requests: bytes of all messages and their number, mean over seeds. NaN
+        megabytes, requests: size of all messages and their number, mean over seeds. NaN
             if unknown.
         against: metric -> difference from the reference.
-        judgement: better, worse, mixed (both, by metric), same, diverged or undecided.
     """
 
     name: str
     about: Row
     values: DataFrame
     worst: float
-    traffic: float
+    megabytes: float
     requests: float
     against: Mapping[str, Paired] = field(default_factory=dict)
-    judgement: str = ""
 
     @property
     def bound(self) -> str:
@@ -121,43 +116,35 @@ class Standing:
     def mean(self, metric: str) -> float:
         """Return the mean of a metric over seeds; NaN if the strategy lacks it."""
         if metric not in self.values:
-            return math.nan
-        return float(self.values[metric].mean(skipna=False))
+            return nan
+        return self.values[metric].mean(skipna=False)
 
-    def compared(self, other: Standing, metrics: Iterable[str]) -> Standing:
-        """Return these results compared with another strategy's, and judged."""
-        against = {metric: self._difference(other, metric) for metric in metrics}
-        verdicts = {pair.verdict for pair in against.values()}
+    @property
+    def judgement(self) -> str:
+        """better, worse, mixed (both, by metric), same, diverged or undecided."""
+        verdicts = {pair.verdict for pair in self.against.values()}
         decided = verdicts & {"better", "worse"}
-        judgement = "undecided"
         if "not finite" in verdicts:
-            judgement = "diverged"
-        elif len(decided) == 2:
-            judgement = "mixed"
-        elif decided:
-            (judgement,) = decided
-        elif verdicts == {"same"}:
-            judgement = "same"
-        return replace(self, against=against, judgement=judgement)
+            return "diverged"
+        if len(decided) == 2:
+            return "mixed"
+        if decided:
+            return decided.pop()
+        if verdicts == {"same"}:
+            return "same"
+        return "undecided"
 
-    def _difference(self, other: Standing, metric: str) -> Paired:
+    def difference(self, other: Standing, metric: str) -> Paired:
+        """Return the difference from another strategy in a metric."""
         if not (metric in self.values and metric in other.values):
             return paired_difference([])
-        ours = self.values[metric]
-        others = other.values[metric]
         # Only seeds that both have are paired.
-        seeds = ours.index.intersection(others.index)
-        ours = ours[seeds]
-        others = others[seeds]
+        ours, others = self.values[metric].align(other.values[metric], join="inner")
         pair = paired_difference(
             [*ours - others],
             lower_is_better=metric in LOWER_IS_BETTER,
         )
-        return replace(
-            pair,
-            ours=float(ours.mean()),
-            other=float(others.mean()),
-        )
+        return replace(pair, ours=ours.mean(), other=others.mean())
 
 
 @dataclass(frozen=True)
@@ -198,9 +185,8 @@ class Verdict:
         """Whether nothing is better beyond noise, and no comparison has three seeds."""
         if self.recommended is not self.reference or len(self.standings) < 2:
             return False
-        headline = self.judged[0]
         return all(
-            standing.against[headline].n < 3
+            standing.against[self.judged[0]].n < 3
             for standing in self.standings
             if standing is not self.reference
         )
@@ -213,7 +199,7 @@ class Verdict:
         """
         if self.undecided or not self.learned:
             return ""
-        return str(self.recommended.about.get("code", ""))
+        return self.recommended.about.get("code", "")
 
     @property
     def seeds(self) -> str:
@@ -226,7 +212,7 @@ class Verdict:
 def verdicts_of(run: Run) -> list[Verdict]:
     """Return the verdicts of all experiments with results, in their order."""
     verdicts = (verdict(run, name) for name in run.experiments)
-    return [known for known in verdicts if known is not None]
+    return [*filter(None, verdicts)]
 
 
 def verdict(run: Run, name: str) -> Verdict | None:
@@ -242,12 +228,14 @@ def verdict(run: Run, name: str) -> Verdict | None:
     central = frame[frame["scope"] == CENTRAL]
     if central.empty:
         return None
-    metrics = [str(metric) for metric in central["metric"].unique()]
-    metrics.sort(key=lambda metric: metric == "loss")
+    metrics = sorted(central["metric"].unique(), key=lambda metric: metric == "loss")
     headline = metrics[0]
     beside = "macro_f1" if "accuracy" in metrics else "loss"
-    wanted = dict.fromkeys([headline, beside, "loss"])
-    judged = [metric for metric in wanted if metric in metrics]
+    judged = [
+        metric
+        for metric in dict.fromkeys([headline, beside, "loss"])
+        if metric in metrics
+    ]
     ranking = judged[-1]
     experiment = run.experiments[name]
     standings = []
@@ -255,15 +243,19 @@ def verdict(run: Run, name: str) -> Verdict | None:
         rows = frame[frame["strategy"] == about["name"]]
         if CENTRAL in {*rows["scope"]}:
             standings.append(_standing(about, rows, headline))
-    finite = [
-        standing for standing in standings if math.isfinite(standing.mean(ranking))
-    ]
+    finite = [standing for standing in standings if isfinite(standing.mean(ranking))]
     first = min(
         finite or standings,
         key=lambda standing: (standing.name != REFERENCE, bool(standing.bound)),
     )
     place = standings.index(first)
-    standings = [standing.compared(first, judged) for standing in standings]
+    standings = [
+        replace(
+            standing,
+            against={metric: standing.difference(first, metric) for metric in judged},
+        )
+        for standing in standings
+    ]
     reference = standings[place]
     better = [
         standing
@@ -293,8 +285,7 @@ def _last_rounds(rows: Sequence[Row]) -> DataFrame:
     """Return the rows of each strategy's last round; a repeated row replaces others."""
     import pandas
 
-    columns = ["strategy", "seed", "round", "scope", "metric", "value"]
-    frame = pandas.DataFrame(rows, columns=columns).astype({"value": float})
+    frame = pandas.DataFrame(rows, columns=FIELDS).astype({"value": float})
     last = frame.groupby("strategy")["round"].transform("max")
     frame = frame[frame["round"] == last]
     return frame.drop_duplicates(["strategy", "seed", "scope", "metric"], keep="last")
@@ -306,22 +297,25 @@ def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
     ``frame`` has its rows of the last round.
     """
     scopes = frame["scope"]
-    metrics = frame["metric"]
     values = frame[scopes == CENTRAL].pivot(
         index="seed", columns="metric", values="value"
     )
-    clients = frame[scopes.str.startswith(OF_CLIENT) & (metrics == headline)]
+    clients = frame[scopes.str.startswith(OF_CLIENT) & (frame["metric"] == headline)]
     worst = clients.groupby("seed")["value"].agg(
         "max" if headline in LOWER_IS_BETTER else "min"
     )
-    means = frame[scopes == "messages"].groupby("metric")["value"].mean()
-    messages = means.reindex(["bytes-sent", "bytes-received", "requests"])
+    messages = (
+        frame[scopes == "messages"]
+        .groupby("metric")["value"]
+        .mean()
+        .reindex(["bytes-sent", "bytes-received", "requests"])
+    )
     return Standing(
-        name=str(about["name"]),
+        name=about["name"],
         about=about,
         values=values,
         worst=worst.mean(),
-        traffic=messages["bytes-sent"] + messages["bytes-received"],
+        megabytes=(messages["bytes-sent"] + messages["bytes-received"]) / 1e6,
         requests=messages["requests"],
     )
 
@@ -334,13 +328,14 @@ def _learned(experiment: Row, standings: Sequence[Standing]) -> tuple[float, boo
     classes = len(experiment["label_names"])
     counts = sum(np.sum(counts, axis=0) for counts in experiment["seeds"].values())
     if classes < 2 or not np.sum(counts):
-        return math.nan, True
-    share = float(np.max(counts[:classes]) / np.sum(counts))
+        return nan, True
+    share = np.max(counts[:classes]) / np.sum(counts)
     # Always naming this class has a macro F1 of 2 share / (1 + share) / classes.
     bars = {"accuracy": share, "macro_f1": 2 * share / (1 + share) / classes}
-    for standing in standings:
-        for metric, bar in bars.items():
-            # An unknown mean is NaN, and NaN is not below.
-            if not standing.mean(metric) <= bar + LEARNED:
-                return share, True
-    return share, False
+    # An unknown mean is NaN, and NaN is not below.
+    below = all(
+        standing.mean(metric) <= bar + LEARNED
+        for standing in standings
+        for metric, bar in bars.items()
+    )
+    return share, not below

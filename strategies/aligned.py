@@ -121,9 +121,8 @@ class Aligned(ReplyStrategy):
         if self.alignment is None:
             return
         symmetry = arguments.symmetry_for(self.symmetry or self.model_config, arrays)
-        symmetry.select(
-            self.alignment.parts, self.alignment.layer_indices(symmetry.layers)
-        )
+        # A part or layer that this model lacks is an error before clients train.
+        self.alignment.groups(symmetry)
         self.symmetry = symmetry
         if self.other_bases is not None:
             self.other_bases.prepare(symmetry)

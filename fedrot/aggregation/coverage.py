@@ -20,7 +20,10 @@ class Coverage:
         self._lacking: dict[Hashable, float] = defaultdict(float)
 
     def add(
-        self, sent: Iterable[Hashable], lacking: Iterable[Hashable], weight: float
+        self,
+        sent: Iterable[Hashable],
+        lacking: Iterable[Hashable],
+        weight: float,
     ) -> None:
         """Add a client's tensors: with statistics, and those it has not trained."""
         self._weight += weight

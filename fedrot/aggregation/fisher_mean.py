@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from fedrot.aggregation.coverage import Coverage
-from fedrot.aggregation.mean import Mean
+from fedrot.aggregation.mean import ALL_ROWS, Mean
 from fedrot.aggregation.registry import Aggregator, register_aggregation
 from fedrot.collect.statistics import (
     FISHER,
@@ -16,7 +15,7 @@ from fedrot.collect.statistics import (
     untrained,
 )
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.tensors import Tensors
+from fedrot.tensors import TensorDict, Tensors
 
 
 @register_aggregation(
@@ -49,14 +48,17 @@ class Fisher(Aggregator):
             raise FedrotError(f"floor is {floor}; it must not be negative.")
         self.floor = floor
         self._mean = Mean()
-        self._reference: dict[str, Tensor] = {}
-        self._products: dict[str, Tensor] = {}
-        self._totals: dict[str, Tensor] = {}
+        self._reference: TensorDict = {}
+        self._products: TensorDict = {}
+        self._totals: TensorDict = {}
         self._size = 0.0
         self._coverage = Coverage()
 
     def add(
-        self, update: Tensors, weight: float, statistics: Statistics | None = None
+        self,
+        update: Tensors,
+        weight: float,
+        statistics: Statistics | None = None,
     ) -> None:
         """Add one update with its Fisher information.
 
@@ -81,7 +83,7 @@ class Fisher(Aggregator):
         for name, value in fisher.items():
             wide = update[name].detach().double()
             reference = self._reference.setdefault(name, wide)
-            rows = along_rows(masks.get(name, torch.tensor(True)), wide)
+            rows = along_rows(masks.get(name, ALL_ROWS), wide)
             trained = rows.to(wide.dtype).expand_as(wide)
             share = value.detach().double().to(wide.device) * trained
             total += float(share.sum())
@@ -92,7 +94,7 @@ class Fisher(Aggregator):
             self._totals[name] = self._totals.get(name, 0) + weight * share
         self._size += weight * total / max(entries, 1.0)
 
-    def result(self) -> dict[str, Tensor]:
+    def result(self) -> TensorDict:
         """Return the merged tensors so far, and store notes.
 
         Raises:

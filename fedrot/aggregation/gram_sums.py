@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, linalg
 
 from fedrot.aggregation.coverage import Coverage
 from fedrot.collect.statistics import INPUT_AXIS, Statistics
-from fedrot.tensors import compute_dtype
+from fedrot.tensors import compute_dtype, identity
 
 #: A solution is a rounding error if it is this many times larger than what was sent.
 MOST_GROWTH = 1e3
@@ -56,7 +56,10 @@ class GramSums:
         self._rounding: dict[Layer, float] = {}
 
     def added(
-        self, grams: Grams, weight: float, lacking: AbstractSet[str]
+        self,
+        grams: Grams,
+        weight: float,
+        lacking: AbstractSet[str],
     ) -> Iterator[tuple[list[Layer], Tensor]]:
         """Add a client's Gram matrices; yield each as it is added.
 
@@ -77,11 +80,10 @@ class GramSums:
         for layers in groups.values():
             gram = grams[layers[0]]
             wide = gram.double()
-            eye = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
             diagonal = (1 - self.alpha) * wide.diagonal().diag()
-            shrunk = weight * (self.alpha * wide + diagonal + self.beta * eye)
-            before = self.totals.get(layers[0])
-            total = shrunk if before is None else before + shrunk
+            added = self.beta * identity(wide)
+            shrunk = weight * (self.alpha * wide + diagonal + added)
+            total = self.totals.get(layers[0], 0) + shrunk
             # Rounding errors of bfloat16 look like small inputs, and are treated as
             # inputs.
             rounding = torch.finfo(compute_dtype(gram)).eps
@@ -96,14 +98,15 @@ class GramSums:
 
         Layers that share a sum share its inverse.
         """
-        by_sum: dict[int, Inverse] = {}
+        # Tensors are compared by identity.
+        by_sum: dict[Tensor, Inverse] = {}
         inverses: dict[Layer, Inverse] = {}
         for layer, total in self.totals.items():
             if not self.coverage.most(layer):
                 continue
-            if id(total) not in by_sum:
-                by_sum[id(total)] = Inverse(total, self._rounding[layer])
-            inverses[layer] = by_sum[id(total)]
+            if total not in by_sum:
+                by_sum[total] = Inverse(total, self._rounding[layer])
+            inverses[layer] = by_sum[total]
         return inverses
 
 
@@ -119,7 +122,8 @@ class Inverse:
         # Rounding errors are proportional to the diagonal, so it is scaled to 1.
         diagonal = matrix.diagonal()
         self._scale = torch.where(diagonal > 0, diagonal.clamp_min(0).rsqrt(), 1.0)
-        even = matrix * self._scale.unsqueeze(-1) * self._scale
+        column = self._scale.unsqueeze(-1)
+        even = matrix * column * self._scale
         # Entries of a scaled Gram matrix are at most 1; rounding errors beside a tiny
         # diagonal are not.
         even = even.nan_to_num(0.0).clamp(-1, 1)
@@ -129,25 +133,25 @@ class Inverse:
         null = dead.to(even).diag()
         even = even + null
         self.unseen = int(dead.sum())
-        self._factor, failed = torch.linalg.cholesky_ex(even)
+        self._factor, failed = linalg.cholesky_ex(even)
         # The smallest eigenvalue is at least 1 / trace(even^-1); a pivot may be much
         # larger than it.
-        eye = torch.eye(self.size, dtype=even.dtype, device=even.device)
-        inverted = torch.linalg.solve_triangular(self._factor, eye, upper=False)
+        eye = identity(even)
+        inverted = linalg.solve_triangular(self._factor, eye, upper=False)
         bound = inverted.square().sum().reciprocal()
         #: Whether the factor is the triangular one of Cholesky; else it is a root of
         #: the inverse.
-        self._triangular = not bool(failed) and bool(bound > smallest)
+        self._triangular = bool(not failed and bound > smallest)
         if not self._triangular:
-            values, vectors = torch.linalg.eigh(even)
+            values, vectors = linalg.eigh(even)
             kept = values > smallest
-            count = int((~kept).sum())
+            zero = ~kept
+            count = int(zero.sum())
             self.unseen += count
             self._factor = vectors * (torch.where(kept, values, 1.0).rsqrt() * kept)
             # An orthonormal basis of the directions that the matrix maps to zero.
-            raw = vectors * ~kept * self._scale.unsqueeze(-1)
-            u, _, _ = torch.linalg.svd(raw)
-            basis = u[:, :count]
+            raw = vectors * zero * column
+            basis = linalg.svd(raw).U[:, :count]
             null = null + basis @ basis.mT
         self._null = null if self.unseen else None
 

@@ -11,7 +11,18 @@ from torch import Tensor
 from fedrot.aggregation.registry import Aggregator, register_aggregation
 from fedrot.collect.statistics import TRAINED, Statistics, along_rows, check_statistics
 from fedrot.errors import UpdateError
-from fedrot.tensors import Tensors, check_update, check_weight, compute_dtype, rounded
+from fedrot.tensors import (
+    Device,
+    TensorDict,
+    Tensors,
+    check_update,
+    check_weight,
+    compute_dtype,
+    rounded,
+)
+
+#: The mask of a tensor that a client trained in all rows.
+ALL_ROWS = torch.tensor(True)
 
 
 @register_aggregation("mean", "the weighted mean, as in FedAvg")
@@ -46,7 +57,7 @@ class Mean(Aggregator):
     def __init__(self) -> None:
         #: The sum of the weights of all updates that were added.
         self.weight = 0.0
-        self._mean: dict[str, Tensor] = {}
+        self._mean: TensorDict = {}
         self._dtypes: dict[str, torch.dtype] = {}
         #: For tensors with masks: the mean of each row over its clients, and the sum of
         #: their weights.
@@ -61,17 +72,23 @@ class Mean(Aggregator):
         return self._mean
 
     def check(
-        self, update: Tensors, weight: float, statistics: Statistics | None = None
+        self,
+        update: Tensors,
+        weight: float,
+        statistics: Statistics | None = None,
     ) -> None:
         """Raise the errors of ``add``, without adding."""
         check_weight(weight)
         like = self._mean or update
-        shapes = {name: tuple(tensor.shape) for name, tensor in like.items()}
+        shapes = {name: tensor.shape for name, tensor in like.items()}
         check_update(update, shapes)
         check_statistics(statistics or {}, shapes)
 
     def add(
-        self, update: Tensors, weight: float, statistics: Statistics | None = None
+        self,
+        update: Tensors,
+        weight: float,
+        statistics: Statistics | None = None,
     ) -> None:
         """Add one update.
 
@@ -84,7 +101,10 @@ class Mean(Aggregator):
         self.fold(update, weight, statistics)
 
     def fold(
-        self, update: Tensors, weight: float, statistics: Statistics | None = None
+        self,
+        update: Tensors,
+        weight: float,
+        statistics: Statistics | None = None,
     ) -> None:
         """Add one update that ``check`` has accepted."""
         self.fold_parts([update], weight, statistics)
@@ -100,17 +120,15 @@ class Mean(Aggregator):
         If ``parts`` raises an error, the parts before it have been added.
         """
         masks = (statistics or {}).get(TRAINED, {})
-        share = weight / (self.weight + weight)
-        fold = partial(self._fold_part, weight=weight, share=share, masks=masks)
+        fold = partial(self._fold_part, weight=weight, masks=masks)
         # A loop variable would hold a part while the next part is made; ``map`` does
         # not.
         for _ in map(fold, parts):
             pass
         self.weight += weight
 
-    def _fold_part(
-        self, part: Tensors, weight: float, share: float, masks: Tensors
-    ) -> None:
+    def _fold_part(self, part: Tensors, weight: float, masks: Tensors) -> None:
+        share = weight / (self.weight + weight)
         for name, tensor in part.items():
             value = tensor.detach()
             floats = value.is_floating_point()
@@ -121,14 +139,12 @@ class Mean(Aggregator):
             mean = self._mean[name]
             value = value.to(mean.dtype)
             if name in self._trained or (name in masks and floats):
-                self._fold_rows(name, value, weight, masks.get(name))
+                self._fold_rows(name, value, weight, masks.get(name, ALL_ROWS))
             if share < 1:
                 mean.lerp_(value, share)
 
-    def _fold_rows(
-        self, name: str, value: Tensor, weight: float, mask: Tensor | None
-    ) -> None:
-        rows = along_rows(torch.tensor(True) if mask is None else mask, value)
+    def _fold_rows(self, name: str, value: Tensor, weight: float, mask: Tensor) -> None:
+        rows = along_rows(mask, value)
         added = weight * rows.to(value.dtype)
         if name not in self._trained:
             # Earlier updates had no mask: their clients trained all rows.
@@ -141,7 +157,7 @@ class Mean(Aggregator):
         share = torch.where(total > 0, added / divisor, 0.0)
         self._trained[name] = mean + share * (value - mean), total
 
-    def result(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
+    def result(self, device: Device | None = None) -> TensorDict:
         """Return the mean so far; more updates may be added afterwards.
 
         Args:
@@ -152,7 +168,7 @@ class Mean(Aggregator):
         """
         return self._read(device, copy=True)
 
-    def release(self) -> dict[str, Tensor]:
+    def release(self) -> TensorDict:
         """Return the held tensors on the CPU, not copies; the mean is empty then."""
         if not self.streams:
             return super().release()
@@ -160,7 +176,7 @@ class Mean(Aggregator):
         self._mean = {}
         return tensors
 
-    def _read(self, device: torch.device | str | None, copy: bool) -> dict[str, Tensor]:
+    def _read(self, device: Device | None, copy: bool) -> TensorDict:
         if not self._mean:
             raise UpdateError("Nothing was added; a mean needs at least one update.")
         tensors = {}

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TypeVar
 
-from torch import Tensor
-
 from fedrot.collect.statistics import Statistics, kind_named
 from fedrot.errors import FedrotError
-from fedrot.tensors import Tensors
+from fedrot.tensors import TensorDict, Tensors
 
 
 class Aggregator(ABC):
@@ -41,7 +39,10 @@ class Aggregator(ABC):
 
     @abstractmethod
     def add(
-        self, update: Tensors, weight: float, statistics: Statistics | None = None
+        self,
+        update: Tensors,
+        weight: float,
+        statistics: Statistics | None = None,
     ) -> None:
         """Add one update; after an ``UpdateError`` nothing has been added."""
 
@@ -52,16 +53,16 @@ class Aggregator(ABC):
         statistics: Statistics | None = None,
     ) -> None:
         """Add one update that comes in parts; all are held unless it streams."""
-        whole: dict[str, Tensor] = {}
+        whole: TensorDict = {}
         for part in parts:
-            whole.update(part)
+            whole |= part
         self.add(whole, weight, statistics)
 
     @abstractmethod
-    def result(self) -> dict[str, Tensor]:
+    def result(self) -> TensorDict:
         """Return the merged tensors so far."""
 
-    def release(self) -> dict[str, Tensor]:
+    def release(self) -> TensorDict:
         """Return the result for the last time; what is held may be freed."""
         return self.result()
 
@@ -114,7 +115,8 @@ def _entries() -> Mapping[str, AggregationEntry]:
 
 
 def register_aggregation(
-    name: str, meaning: str
+    name: str,
+    meaning: str,
 ) -> Callable[[type[Built]], type[Built]]:
     """Return a class decorator that registers an aggregation, an ``Aggregator``.
 
@@ -144,7 +146,8 @@ def aggregations(inputs: Collection[str] | None = None) -> tuple[AggregationEntr
 
 
 def aggregation_named(
-    name: str, **arguments: Callable[[], object]
+    name: str,
+    **arguments: Callable[[], object],
 ) -> Callable[[], Aggregator]:
     """Return a function that builds a new aggregator.
 

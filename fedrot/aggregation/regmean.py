@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, linalg
 
 from fedrot.aggregation.gram_sums import (
     MOST_GROWTH,
@@ -14,17 +14,18 @@ from fedrot.aggregation.gram_sums import (
     Layer,
     grams_of,
 )
-from fedrot.aggregation.mean import Mean
+from fedrot.aggregation.mean import ALL_ROWS, Mean
 from fedrot.aggregation.registry import Aggregator, register_aggregation
 from fedrot.collect.statistics import (
     GRAM,
     INPUT_AXIS,
     TRAINED,
     Statistics,
+    along_rows,
     untrained,
 )
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.tensors import LARGEST_NORM, Tensors
+from fedrot.tensors import LARGEST_NORM, TensorDict, Tensors
 
 
 @register_aggregation(
@@ -69,12 +70,14 @@ class RegMean(Aggregator):
         self._grams = GramSums(alpha, beta)
         self._mean = Mean()
         self._layers: dict[Layer, _Sums] = {}
-        #: The rows that every client has trained, for tensors that some client trained
-        #: in part.
-        self._trained: dict[str, Tensor] = {}
+        #: The rows that every client has trained, for tensors with masks.
+        self._trained: TensorDict = {}
 
     def add(
-        self, update: Tensors, weight: float, statistics: Statistics | None = None
+        self,
+        update: Tensors,
+        weight: float,
+        statistics: Statistics | None = None,
     ) -> None:
         """Add one update with its Gram matrices.
 
@@ -93,8 +96,8 @@ class RegMean(Aggregator):
             )
         self._mean.fold(update, weight, statistics)
         for name, mask in statistics.get(TRAINED, {}).items():
-            if name not in lacking and not bool(mask.all()):
-                self._trained[name] = self._trained.get(name, torch.tensor(True)) & mask
+            if name not in lacking:
+                self._trained[name] = self._trained.get(name, ALL_ROWS) & mask
         for layers, shrunk in self._grams.added(grams, weight, lacking):
             for layer in layers:
                 kind, name = layer
@@ -102,10 +105,10 @@ class RegMean(Aggregator):
                 sums = self._layers.setdefault(layer, _Sums(sent))
                 apart = sent - sums.reference
                 sums.product = sums.product + apart @ shrunk
-                distance = float(torch.linalg.vector_norm(apart))
+                distance = float(linalg.vector_norm(apart))
                 sums.farthest = max(sums.farthest, distance)
 
-    def result(self) -> dict[str, Tensor]:
+    def result(self) -> TensorDict:
         """Return the merged tensors so far, and store notes.
 
         Raises:
@@ -132,14 +135,13 @@ class RegMean(Aggregator):
                     "zero at every client; in these directions the weights are the mean"
                 )
             weight = _oriented(kind, solution).to(mean.dtype)
-            distance = torch.linalg.vector_norm(solution - sums.reference)
-            norm = torch.linalg.vector_norm(weight, dtype=torch.float64)
+            distance = linalg.vector_norm(solution - sums.reference)
+            norm = linalg.vector_norm(weight, dtype=torch.float64)
             if distance > MOST_GROWTH * sums.farthest or not norm <= LARGEST_NORM:
                 notes[name] = UNBOUNDED
                 continue
             # Other rows keep the mean over the clients that trained them.
-            regressed = self._trained.get(name, torch.tensor(True)).reshape(-1, 1)
-            rows = regressed.to(weight.device)
+            rows = along_rows(self._trained.get(name, ALL_ROWS), weight)
             merged[name] = torch.where(rows, weight, mean).contiguous()
         self.notes = notes
         return merged

@@ -27,7 +27,7 @@ from fedrot.symmetry.groups import (
     apply_moves,
     check_symmetry,
 )
-from fedrot.tensors import Tensors, check_update, full_float32
+from fedrot.tensors import TensorDict, Tensors, check_update, full_float32
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Alignment:
         names = {move.group.name for move in self.moves}
         return {row.group: row.group in names for row in self.report.groups}
 
-    def apply(self, tensors: Tensors) -> dict[str, Tensor]:
+    def apply(self, tensors: Tensors) -> TensorDict:
         """Return a new dictionary with the moves applied.
 
         It is canonical if ``options.canonical`` was set. The input is not changed.
@@ -66,7 +66,7 @@ class Alignment:
         check_update(tensors, self.symmetry.shapes)
         return self.move(tensors)
 
-    def move(self, tensors: Tensors) -> dict[str, Tensor]:
+    def move(self, tensors: Tensors) -> TensorDict:
         """Return the same as ``apply``, for checked tensors."""
         if self.canonical:
             tensors = canonical(tensors, self.symmetry)
@@ -79,9 +79,7 @@ class Alignment:
         undone = tuple(move.inverse for move in reversed(self.moves))
         return Alignment(self.symmetry, undone, self.report)
 
-    def transport(
-        self, statistics: Mapping[str, Tensors]
-    ) -> dict[str, dict[str, Tensor]]:
+    def transport(self, statistics: Mapping[str, Tensors]) -> dict[str, TensorDict]:
         """Move statistics by the same elements as the weights they belong to.
 
         Args:
@@ -192,7 +190,7 @@ def align_checked(
     options = options.for_model(symmetry)
     if options.rotates:
         symmetry = symmetry.rotated
-    groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
+    groups = options.groups(symmetry)
     _check_tensors(update, anchor.tensors, groups)
     side: Side = anchor
     if options.canonical:
@@ -248,7 +246,7 @@ def random_equivalent(
     symmetry: Symmetry,
     seed: int = 0,
     parts: tuple[str, ...] = DEFAULT_PARTS,
-) -> dict[str, Tensor]:
+) -> TensorDict:
     """Return an equivalent model: tensors moved by a random element of some parts.
 
     The input is not changed. The same seed gives the same element on every device.

@@ -82,11 +82,14 @@ class AnchorRule:
     by_layers: bool = False
 
     def __init__(
-        self, broadcast: Anchor, find: Finder, mean: Mean | None = None
+        self,
+        broadcast: Anchor,
+        find: Finder,
+        mean: Mean | None = None,
     ) -> None:
         self.broadcast = self.current = broadcast
         self.find = find
-        self.mean = Mean() if mean is None else mean
+        self.mean = mean or Mean()
         self._adds = self.follows_mean and mean is None
 
     def align(self, update: Tensors) -> Alignment:
@@ -180,8 +183,8 @@ def base_cosine(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> float:
         u, a = (t[name].detach()[::every] for t in (update, anchor))
         wide = torch.promote_types(compute_dtype(u), compute_dtype(a))
         u, a = (t.to(wide).flatten() for t in (u, a))
-        dots = [torch.dot(u, a), torch.dot(u, u), torch.dot(a, a)]
-        products.append(torch.stack(dots).double())
+        dots = torch.stack([u @ a, u @ u, a @ a])
+        products.append(dots.double())
     if not products:
         return 1.0
     across, of_update, of_anchor = torch.stack(products).sum(0).tolist()
@@ -195,7 +198,9 @@ def in_other_basis(update: Tensors, anchor: Tensors, symmetry: Symmetry) -> bool
 
 
 def decided(
-    options: AlignmentOptions, other_basis: AlignmentOptions | None, symmetry: Symmetry
+    options: AlignmentOptions,
+    other_basis: AlignmentOptions | None,
+    symmetry: Symmetry,
 ) -> tuple[AlignmentOptions, AlignmentOptions | None]:
     """Return the options of a round, with ``canonical`` decided for a model.
 

@@ -26,11 +26,14 @@ from fedrot.options import AlignmentOptions
 from fedrot.report import AlignmentReport
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.groups import Symmetry
-from fedrot.tensors import Tensors, check_finite, check_update
+from fedrot.tensors import Device, TensorDict, Tensors, check_finite, check_update
 
 #: Entries of the layers in one piece, unless a single layer has more: 256 MB in
 #: float32.
 STACKED = 2**26
+
+#: Names of tensors that stay together.
+Names = set[str]
 
 #: Tensors in a packet start at multiples of this many bytes: aligned for every dtype
 #: and vector load.
@@ -41,12 +44,13 @@ _ALIGNED = 256
 class AlignedPart:
     """The moved tensors of one piece, on the device, and their alignment."""
 
-    tensors: dict[str, Tensor]
+    tensors: TensorDict
     alignment: Alignment
 
 
 def parts_of(
-    symmetry: Symmetry, options: AlignmentOptions | None = None
+    symmetry: Symmetry,
+    options: AlignmentOptions | None = None,
 ) -> tuple[Symmetry, ...]:
     """Split a model into pieces that share no tensor, each with its own symmetry.
 
@@ -59,19 +63,19 @@ def parts_of(
     options = (options or AlignmentOptions()).for_model(symmetry)
     if options.rotates:
         symmetry = symmetry.rotated
-    groups = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
+    groups = options.groups(symmetry)
     if not options.canonical:
         symmetry = replace(symmetry, redundant_biases=(), folds=(), centred=())
-    layers: dict[object, set[str]] = defaultdict(set)
+    layers: dict[object, Names] = defaultdict(set)
     for group in groups:
         key = group.layer if group.layer >= 0 else group.name
         layers[key].update(slot.tensor for slot in group.slots)
-    joined: list[set[str]] = []
+    joined: list[Names] = []
     for names in (*layers.values(), *_changed_together(symmetry)):
         touching = [other for other in joined if other & names]
         joined = [other for other in joined if not other & names]
         joined.append(names.union(*touching))
-    moved = set[str]().union(*joined)
+    moved = Names().union(*joined)
     sizes = {name: math.prod(shape) for name, shape in symmetry.shapes.items()}
     stacks = _stacked(joined, sizes, STACKED)
     largest = max((_size(stack, sizes) for stack in stacks), default=0)
@@ -85,7 +89,7 @@ def parts_of(
     return tuple(parts)
 
 
-def _changed_together(symmetry: Symmetry) -> list[set[str]]:
+def _changed_together(symmetry: Symmetry) -> list[Names]:
     """Return the sets of tensors that the canonical form changes together."""
     biases = [redundant.tensors for redundant in symmetry.redundant_biases]
     return biases + [fold.tensors for fold in symmetry.folds]
@@ -96,10 +100,12 @@ def _size(names: Iterable[str], sizes: Mapping[str, int]) -> int:
 
 
 def _stacked(
-    pieces: Iterable[set[str]], sizes: Mapping[str, int], most: int
-) -> list[set[str]]:
+    pieces: Iterable[Names],
+    sizes: Mapping[str, int],
+    most: int,
+) -> list[Names]:
     """Join pieces in order, up to ``most`` entries; a larger piece stays alone."""
-    stacks: list[set[str]] = []
+    stacks: list[Names] = []
     room = 0
     for names in pieces:
         size = _size(names, sizes)
@@ -116,7 +122,7 @@ def align_by_layer(
     anchor: Tensors | Anchor,
     symmetry: Symmetry,
     options: AlignmentOptions | None = None,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
 ) -> Iterator[AlignedPart]:
     """Align an update on a device, and yield its pieces there one after the other.
 
@@ -140,7 +146,7 @@ def _aligned_parts(
     anchor: Anchor,
     symmetry: Symmetry,
     options: AlignmentOptions | None,
-    device: torch.device | str,
+    device: Device,
 ) -> Iterator[AlignedPart]:
     options = (options or AlignmentOptions()).for_model(symmetry)
     if options.canonical:
@@ -167,36 +173,28 @@ def _aligned_part(
     anchor: Anchor,
     options: AlignmentOptions,
 ) -> AlignedPart:
-    tensors, alignment = _matched_part(part, copies, anchor, options)
-    return AlignedPart(alignment.move(tensors), alignment)
-
-
-def _matched_part(
-    part: Symmetry,
-    copies: Iterator[list[Tensor]],
-    anchor: Anchor,
-    options: AlignmentOptions,
-) -> tuple[dict[str, Tensor], Alignment]:
-    """Return the update's tensors and alignment; the anchor's are released."""
     both = next(copies)
     tensors = dict(zip(part.shapes, both, strict=False))
     # A piece that needs no anchor comes without one; it is then its own.
     of_anchor = both[len(tensors) :] or both
     to = replace(anchor, tensors=dict(zip(part.shapes, of_anchor, strict=True)))
     try:
-        return tensors, align_checked(tensors, to, part, options)
+        alignment = align_checked(tensors, to, part, options)
     except UpdateError:
         # Other pieces may already be in a mean. Without a move this piece computes the
         # same function.
         report = AlignmentReport((), 0.0, 0.0, 0.0)
-        return tensors, Alignment(part, (), report, bool(options.canonical))
+        alignment = Alignment(part, (), report, bool(options.canonical))
+    # The device needs the memory of the piece's anchor for the move.
+    del both, of_anchor, to
+    return AlignedPart(alignment.move(tensors), alignment)
 
 
 def merged_report(
-    parts: Iterable[AlignmentReport], symmetry: Symmetry
+    reports: Sequence[AlignmentReport],
+    symmetry: Symmetry,
 ) -> AlignmentReport:
     """Return a model's report from those of its pieces, in the order of the groups."""
-    reports = list(parts)
     rows = {row.group: row for report in reports for row in report.groups}
     groups = tuple(rows[group.name] for group in symmetry.groups if group.name in rows)
     before = sum(report.before for report in reports)
@@ -210,7 +208,7 @@ def moved_by_layer(
     anchor: Tensors | Anchor,
     symmetry: Symmetry,
     options: AlignmentOptions | None = None,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
     statistics: Statistics | None = None,
 ) -> tuple[Iterable[Tensors], Statistics, Callable[[], AlignmentReport]]:
     """Return an update in pieces, which are aligned on a device when they are read.
@@ -232,8 +230,7 @@ def moved_by_layer(
     options = options or AlignmentOptions()
     statistics = statistics or {}
     anchor = anchor if isinstance(anchor, Anchor) else Anchor(anchor)
-    chosen = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
-    moving = {slot.tensor for group in chosen for slot in group.slots}
+    moving = {slot.tensor for group in options.groups(symmetry) for slot in group.slots}
     changed = moving
     if options.for_model(symmetry).canonical:
         changed = moving.union(*_changed_together(symmetry))
@@ -285,17 +282,17 @@ def copied(parts: Sequence[_Wanted], device: torch.device) -> Iterator[list[Tens
             yield pipeline.advance(part)
 
 
+#: A tensor and its byte offset in a packet; None if it is on the device already.
+_Placed = tuple[Tensor, int | None]
+
+
 @dataclass(frozen=True, eq=False)
 class _Gathered:
-    """A piece that is copied to pinned memory: its tensors, and their byte offsets.
+    """A piece that is copied to ``pinned`` memory, which is ``free`` after sending."""
 
-    Tensors that are on the device already have no offset.
-    """
-
-    tensors: list[Tensor]
-    places: list[int | None]
-    size: int
-    turn: int
+    placed: list[_Placed]
+    pinned: Tensor
+    free: torch.cuda.Event
     done: Future[None]
 
 
@@ -325,53 +322,48 @@ class _Pipeline:
         """
         arrived = self._sent
         gathered = self._gathered
-        self._sent = None if gathered is None else (gathered, self._send(gathered))
+        self._sent = (gathered, self._send(gathered)) if gathered else None
         tensors = [held[name].detach() for held, name in part]
         self._gathered = self._gather(tensors) if tensors else None
-        return [] if arrived is None else self._received(*arrived)
+        return self._received(*arrived) if arrived else []
 
     def _gather(self, tensors: list[Tensor]) -> _Gathered:
         """Begin to gather tensors; tensors on the device are not copied."""
         turn = self._turn
         self._turn = 1 - turn
-        places: list[int | None] = []
+        placed: list[_Placed] = []
         size = 0
         for tensor in tensors:
             if tensor.device.type == self._device.type:
-                places.append(None)
+                placed.append((tensor, None))
                 continue
-            places.append(size)
+            placed.append((tensor, size))
             size += math.ceil(tensor.nbytes / _ALIGNED) * _ALIGNED
         if len(self._buffers[turn]) < size:
             self._buffers[turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        buffer = self._buffers[turn]
-        held = [
-            (tensor, _within(buffer, place, tensor))
-            for tensor, place in zip(tensors, places, strict=True)
-            if place is not None
-        ]
-        done = self._pool.submit(_fill, self._free[turn], held)
-        return _Gathered(tensors, places, size, turn, done)
+        pinned = self._buffers[turn][:size]
+        free = self._free[turn]
+        done = self._pool.submit(_fill, free, pinned, placed)
+        return _Gathered(placed, pinned, free, done)
 
     def _send(self, gathered: _Gathered) -> Tensor:
         """Begin to copy the gathered tensors, and return the packet they arrive in."""
         gathered.done.result()
-        pinned = self._buffers[gathered.turn][: gathered.size]
         with torch.cuda.stream(self._stream):
-            packet = pinned.to(self._device, non_blocking=True)
-            self._free[gathered.turn].record(self._stream)
+            packet = gathered.pinned.to(self._device, non_blocking=True)
+            gathered.free.record(self._stream)
         return packet
 
     def _received(self, gathered: _Gathered, packet: Tensor) -> list[Tensor]:
         """Return the tensors on the device; computations wait for the copy."""
         stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(self._free[gathered.turn])
+        stream.wait_event(gathered.free)
         # The allocator reuses the packet's memory only after the computations on this
         # stream.
         packet.record_stream(stream)
         return [
             tensor.to(self._device) if place is None else _within(packet, place, tensor)
-            for tensor, place in zip(gathered.tensors, gathered.places, strict=True)
+            for tensor, place in gathered.placed
         ]
 
 
@@ -380,9 +372,10 @@ def _within(packet: Tensor, place: int, like: Tensor) -> Tensor:
     return packet[place : place + like.nbytes].view(like.dtype).view(like.shape)
 
 
-def _fill(free: torch.cuda.Event, held: Iterable[tuple[Tensor, Tensor]]) -> None:
+def _fill(free: torch.cuda.Event, pinned: Tensor, placed: Iterable[_Placed]) -> None:
     """Copy tensors to their places after the buffer's last packet has been sent."""
     free.synchronize()
     with torch.no_grad():
-        for tensor, place in held:
-            place.copy_(tensor)
+        for tensor, place in placed:
+            if place is not None:
+                _within(pinned, place, tensor).copy_(tensor)

@@ -36,6 +36,7 @@ GROUPS_BEYOND = 0.1
 TOGETHER = "together"
 
 Row = Mapping[str, Any]
+Rows = list[Row]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class Evidence(Shares):
 
     part: str = TOGETHER
     layer: int | None = None
+
+
+#: Evidence of several parts and layers.
+Lines = tuple[Evidence, ...]
 
 
 @dataclass(frozen=True)
@@ -66,9 +71,9 @@ class Diagnosis:
     """
 
     cosines: tuple[float, ...]
-    clients: tuple[Evidence, ...]
-    base: tuple[Evidence, ...]
-    whole: tuple[Evidence, ...]
+    clients: Lines
+    base: Lines
+    whole: Lines
 
     def __str__(self) -> str:
         return self.sentence
@@ -144,7 +149,9 @@ def beyond_chance(lines: Sequence[Evidence]) -> bool:
 
 
 def diagnose(
-    base: Tensors, updates: Sequence[Tensors], symmetry: Symmetry
+    base: Tensors,
+    updates: Sequence[Tensors],
+    symmetry: Symmetry,
 ) -> Diagnosis:
     """Find out whether clients are in different coordinates, and which average to take.
 
@@ -179,7 +186,7 @@ def diagnose(
     anchor = Anchor(base)
     cosines: list[float] = []
     far: list[Tensors] = []
-    to_base: list[Row] = []
+    to_base: Rows = []
     for update in updates:
         cosine = base_cosine(update, base, symmetry)
         cosines.append(cosine)
@@ -200,7 +207,7 @@ def _to_each_other(
     updates: Sequence[Tensors],
     symmetry: Symmetry,
     options: AlignmentOptions,
-) -> tuple[list[Row], list[Row]]:
+) -> tuple[Rows, Rows]:
     """Align updates to their running mean, which starts at ``centre``.
 
     Returns:
@@ -209,8 +216,8 @@ def _to_each_other(
     """
     matched = AlignmentOptions(WHOLE_MODEL).movable(symmetry)
     match = finder(centre, symmetry, options, matched)
-    near: list[Row] = []
-    whole: list[Row] = []
+    near: Rows = []
+    whole: Rows = []
 
     def find(update: Tensors, to: Anchor) -> Alignment:
         alignment = match(update, to)
@@ -237,17 +244,22 @@ def _coupled(rows: Iterable[Row]) -> bool:
     return any(row["part"] in COUPLED for row in rows)
 
 
-def _whole_rows(report: AlignmentReport, null: AlignmentReport) -> list[Row]:
+def _whole_rows(report: AlignmentReport, null: AlignmentReport) -> Rows:
     """Return a whole model's rows; chance is what the null model's match removes."""
     pairs = zip(_with_total(report), _with_total(null), strict=True)
     return [_whole_row(row, _removed(drawn)) for row, drawn in pairs]
 
 
-def _with_total(report: AlignmentReport) -> list[Row]:
+def _with_total(report: AlignmentReport) -> Rows:
     """Return the rows of a report, and a row about all parts together."""
-    together = {"part": TOGETHER, "layer": NO_LAYER, "moved": 1}
-    distances = {"before": report.before, "after": report.after}
-    return [*report.rows(), {**together, **distances}]
+    together = {
+        "part": TOGETHER,
+        "layer": NO_LAYER,
+        "before": report.before,
+        "after": report.after,
+        "moved": 1,
+    }
+    return [*report.rows(), together]
 
 
 def _whole_row(row: Row, chance: float | None = None) -> Row:
@@ -267,9 +279,9 @@ def diagnosis_of(rows: Iterable[Row]) -> Diagnosis:
         rows: of ``GroupReport`` for each group, with ``client``, ``round`` and, if
             there are several, ``seed``.
     """
-    near: list[Row] = []
-    whole: list[Row] = []
-    by_update: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    near: Rows = []
+    whole: Rows = []
+    by_update: dict[tuple[Any, ...], Rows] = defaultdict(list)
     for row in rows:
         by_update[row.get("seed"), row["round"], row["client"]].append(row)
     for of_update in by_update.values():
@@ -280,7 +292,7 @@ def diagnosis_of(rows: Iterable[Row]) -> Diagnosis:
     return Diagnosis((), evidence(near), (), evidence(whole))
 
 
-def evidence(rows: Iterable[Row]) -> tuple[Evidence, ...]:
+def evidence(rows: Iterable[Row]) -> Lines:
     """Return the evidence of rows by part and layer, in the order of the rows."""
 
     def key(row: Row) -> tuple[str, int | None]:

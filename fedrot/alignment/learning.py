@@ -21,7 +21,7 @@ from fedrot.matching.descent import compact
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Group, Move, Slot, Symmetry
 from fedrot.symmetry.rotary_actions import RotaryPhases
-from fedrot.tensors import Tensors
+from fedrot.tensors import Shape, TensorDict, Tensors
 
 #: Differentiable loss of a model's tensors on one batch.
 Loss = Callable[[Tensors, Tensors], Tensor]
@@ -51,7 +51,7 @@ class Learnable:
         """Return a group at the identity; None if its elements have no gradient."""
         action = group.action
         if isinstance(action, RotaryPhases):
-            shape: tuple[int, ...] = (action.heads, action.dim // 2)
+            shape: Shape = (action.heads, action.dim // 2)
         elif isinstance(action, HeadRotation):
             shape = (action.heads, action.dim, action.dim)
         else:
@@ -132,7 +132,7 @@ def loss_of(model: nn.Module) -> Loss:
     Batches are keyword arguments of its forward, labels included. The model is not
     changed; put it into evaluation mode for a loss without dropout.
     """
-    names = {name for name, _ in model.named_parameters()}
+    names = dict(model.named_parameters()).keys()
 
     def loss(tensors: Tensors, batch: Tensors) -> Tensor:
         parameters = {name: tensors[name] for name in names}
@@ -177,8 +177,7 @@ def learn_alignment(
     chosen = symmetry.select(options.parts) if options.steps else ()
     learned = [each for each in map(options.learnable, chosen) if each is not None]
     losses = _descend(loss, batches, fixed, moved, learned, options) if learned else ()
-    with torch.no_grad():
-        elements = [each.move() for each in learned]
+    elements = [each.move() for each in learned]
     seconds = time.perf_counter() - begin
     moves = compact([*start.moves, *elements])
     alignment = alignment_of(moves, update, anchor, symmetry, seconds)
@@ -224,7 +223,7 @@ def _descend(
     return tuple(losses)
 
 
-def between(fixed: Tensors, moved: Tensors, point: float) -> dict[str, Tensor]:
+def between(fixed: Tensors, moved: Tensors, point: float) -> TensorDict:
     """Return a point of the line between two models."""
     return {
         name: torch.lerp(fixed[name], tensor, point)

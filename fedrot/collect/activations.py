@@ -83,13 +83,13 @@ class _Moments:
             self.sums = [new.double() for new in sums]
             return
         for total, new in zip(self.sums, sums, strict=True):
-            total.add_(new.double())
+            total.add_(new)
 
     def check(self, group: str) -> None:
         """Raise ``UpdateError`` if the sums of one of the two models are not finite."""
         _, _, anchor, client, _ = self.sums
         for model, squares in (("anchor", anchor), ("client", client)):
-            if not bool(torch.isfinite(squares.diagonal()).all()):
+            if not torch.isfinite(squares.diagonal()).all():
                 raise UpdateError(
                     f"The {model}'s activations of '{group}' are not finite, or their "
                     "squares overflow. Check the client's training."
@@ -252,14 +252,14 @@ def collect_activations(
     parts = {"output", "attention", "ffn"}
     if residual != "identity":
         parts.add("residual")
-    by_name = {group.name: group for group in symmetry.groups if group.part in parts}
-    sites = [site for group in by_name.values() for site in _sites(group, anchor)]
-    moments: dict[str, dict[_Site, _Moments]] = {}
+    groups = [group for group in symmetry.groups if group.part in parts]
+    sites = [site for group in groups for site in _sites(group, anchor)]
+    moments: dict[Group, dict[_Site, _Moments]] = {}
     for batch in batches:
         of_anchor = _run(anchor, sites, batch)
         of_client = _run(client, sites, batch)
         for site, a in of_anchor.items():
-            by_site = moments.setdefault(site.group.name, defaultdict(_Moments))
+            by_site = moments.setdefault(site.group, defaultdict(_Moments))
             by_site[site].add(a.float(), of_client[site].float())
     if not moments:
         raise FedrotError(
@@ -267,21 +267,19 @@ def collect_activations(
             "of this family."
         )
     matrices = {}
-    within = {}
-    for name, by_site in moments.items():
-        group = by_name[name]
+    for group, by_site in moments.items():
         how = heads if isinstance(group.action, InsideHeads) else units
         chosen = list(by_site.values())
-        if group.part == "residual" and residual == "first":
-            chosen = chosen[:1]
-        elif group.part == "residual" and residual == "last":
-            chosen = chosen[-1:]
+        if group.part == "residual":
+            if residual == "first":
+                chosen = chosen[:1]
+            elif residual == "last":
+                chosen = chosen[-1:]
         for site_moments in chosen:
-            site_moments.check(name)
+            site_moments.check(group.name)
         scaled = [_scaled(how, *site_moments.centred()) for site_moments in chosen]
-        matrices[name] = torch.stack(scaled).mean(0)
-        within[name] = group.within
-    return Activations(matrices, within)
+        matrices[group.name] = torch.stack(scaled).mean(0)
+    return Activations(matrices, {group.name: group.within for group in moments})
 
 
 def _check_choice(

@@ -59,15 +59,14 @@ def collect_fisher(
     if labels not in ("model", "data"):
         raise FedrotError(f"labels is '{labels}'; choose from model, data.")
     generator = torch.Generator().manual_seed(seed)
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            names.setdefault(parameter, []).append(name)
-    if not names:
+    named = model.named_parameters(remove_duplicate=False)
+    trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+    if not trained:
         raise FedrotError(
             "No parameter of the model is trained: requires_grad is false for all."
         )
-    sums = {p: torch.zeros_like(p, dtype=compute_dtype(p)) for p in names}
+    # Tied parameters share one sum.
+    sums = {p: torch.zeros_like(p, dtype=compute_dtype(p)) for p in trained.values()}
     rows = 0
     with torch.enable_grad(), evaluating(model):
         for row in islice(_rows(batches), max_rows):
@@ -103,11 +102,9 @@ def collect_fisher(
                         total.addcmul_(gradient, gradient, value=share)
     if not rows:
         raise FedrotError("No rows were given; pass at least one batch.")
-    means = {}
-    for parameter, total in sums.items():
-        # Tied parameters share one tensor.
-        means.update(dict.fromkeys(names[parameter], total / rows))
-    return {FISHER: means}
+    for total in sums.values():
+        total.div_(rows)
+    return {FISHER: {name: sums[parameter] for name, parameter in trained.items()}}
 
 
 def _rows(batches: Iterable[Tensors]) -> Iterator[Tensors]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import islice
 
 from torch import Tensor
@@ -14,22 +13,14 @@ from fedrot.collect.hooks import input_axis, masks_of, watched, without_padding
 from fedrot.collect.random_inputs import forward_inputs
 from fedrot.collect.statistics import GRAM, GRAM_CONV1D, Collected, collects
 from fedrot.errors import FedrotError
-from fedrot.tensors import Tensors
+from fedrot.tensors import TensorDict, Tensors
 
 #: Ids and versions of the tensors that a layer has read in a batch.
 _Calls = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """The weight of a linear module: its name, and the kind of its Gram matrix."""
-
-    weight: str
-    kind: str
-
-
-def _readers(model: Module) -> dict[str, _Reader]:
-    """Return, by name, every linear module with a weight of its own.
+def _readers(model: Module) -> dict[str, str]:
+    """Return, by name, the kind of Gram matrix of linear modules with their own weight.
 
     Weights shared with an embedding or another layer have no single input to regress
     on; these weights are averaged.
@@ -43,8 +34,7 @@ def _readers(model: Module) -> dict[str, _Reader]:
     for name, module in model.named_modules(remove_duplicate=False):
         axis = input_axis(module)
         if axis is not None and uses[id(module.weight)] == 1:
-            kind = GRAM if axis else GRAM_CONV1D
-            readers[name] = _Reader(f"{name}.weight", kind)
+            readers[name] = GRAM if axis else GRAM_CONV1D
     return readers
 
 
@@ -59,10 +49,9 @@ class _Inputs:
             it ran.
     """
 
-    def __init__(self, readers: Mapping[str, _Reader]) -> None:
-        self.sums: dict[str, Tensor] = {}
+    def __init__(self) -> None:
+        self.sums: TensorDict = {}
         self.same: dict[str, str] = {}
-        self._readers = readers
         self._count: Counter[str] = Counter()
         #: What layers have read in a batch: tensors, and how often each had been
         #: changed in place.
@@ -106,19 +95,18 @@ class _Inputs:
         for name, first in self.same.items():
             if self._calls(name) != self._calls(first):
                 raise FedrotError(
-                    f"The layers '{self._readers[first].weight}' and "
-                    f"'{self._readers[name].weight}' read the same inputs in some "
-                    "batches only. Collect their statistics from batches that take the "
-                    "same path through the model."
+                    f"The layers '{first}.weight' and '{name}.weight' read the same "
+                    "inputs in some batches only. Collect their statistics from "
+                    "batches that take the same path through the model."
                 )
         self._read.clear()
 
-    def averages(self) -> dict[str, Tensor]:
+    def averages(self) -> TensorDict:
         """Return the means over inputs, float32, of the layers that have sums."""
-        means = {}
-        for name, total in self.sums.items():
-            means[name] = (total / max(self._count[name], 1)).float()
-        return means
+        return {
+            name: (total / max(self._count[name], 1)).float()
+            for name, total in self.sums.items()
+        }
 
     def _calls(self, name: str) -> _Calls:
         read = self._read.get(name, ())
@@ -153,7 +141,7 @@ def collect_gram(
         FedrotError: no batch, or no such layer.
     """
     readers = _readers(model)
-    inputs = _Inputs(readers)
+    inputs = _Inputs()
 
     def seen(
         name: str,
@@ -176,7 +164,6 @@ def collect_gram(
     averages = inputs.averages()
     collected: Collected = {}
     for name, first in inputs.same.items():
-        reader = readers[name]
-        of_kind = collected.setdefault(reader.kind, {})
-        of_kind[reader.weight] = averages[first]
+        of_kind = collected.setdefault(readers[name], {})
+        of_kind[f"{name}.weight"] = averages[first]
     return collected

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+#: The names under which a decoder gets its inputs.
+DECODER_INPUTS = frozenset({"decoder_input_ids", "decoder_inputs_embeds"})
+
 
 @contextmanager
 def watched(
@@ -91,7 +94,7 @@ def masks_of(
         images = _of_images(model) if "pixel_values" in inputs else set()
         yield lambda name, _: None if model.get_submodule(name) in images else mask
         return
-    same = "decoder_input_ids" not in inputs and "decoder_inputs_embeds" not in inputs
+    same = DECODER_INPUTS.isdisjoint(inputs)
     of_decoder = inputs.get("decoder_attention_mask", mask if same else None)
     inside = set(encoder.modules())
     encoded: list[Tensor] = []
@@ -141,8 +144,7 @@ def _encoder(model: Module) -> Module | None:
     for owner in (model, getattr(model, "base_model", None)):
         get_encoder: Any = getattr(owner, "get_encoder", None)
         if get_encoder is not None:
-            encoder: Module = get_encoder()
-            return encoder
+            return get_encoder()
     return None
 
 

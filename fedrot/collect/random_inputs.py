@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from fedrot.collect.hooks import DECODER_INPUTS
 from fedrot.errors import SymmetryError
+from fedrot.tensors import TensorDict
 
 #: Dictionary of a transformers configuration.
 Config = Mapping[str, Any]
@@ -24,7 +26,7 @@ def random_inputs(
     length: int = 16,
     batch_size: int = 128,
     seed: int = 0,
-) -> Iterator[dict[str, Tensor]]:
+) -> Iterator[TensorDict]:
     """Yield batches of random tokens, random images or both, as the model needs.
 
     A model needs text if the configuration or its ``text_config`` has a ``vocab_size``;
@@ -95,8 +97,7 @@ def forward_inputs(
     inputs = dict(batch)
     labels = inputs.pop("labels", None)
     shifted = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    of_decoder = {"decoder_input_ids", "decoder_inputs_embeds"} & batch.keys()
-    if callable(shifted) and "labels" in batch and not of_decoder:
+    if callable(shifted) and "labels" in batch and DECODER_INPUTS.isdisjoint(batch):
         inputs["decoder_input_ids"] = shifted(labels=labels)
         inputs.setdefault("decoder_attention_mask", (labels != -100).long())
     return inputs
@@ -123,9 +124,7 @@ def _described(
 
 
 def _pair(size: Any) -> tuple[int, int]:
-    if not isinstance(size, Sequence):
-        return int(size), int(size)
-    height, width = size
+    height, width = size if isinstance(size, Sequence) else (size, size)
     return int(height), int(width)
 
 

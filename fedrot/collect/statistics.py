@@ -18,12 +18,19 @@ from torch.nn import Module
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.symmetry.groups import Move, Slot
-from fedrot.tensors import Tensors, compute_dtype, full_float32
+from fedrot.tensors import (
+    Shape,
+    Shapes,
+    TensorDict,
+    Tensors,
+    compute_dtype,
+    full_float32,
+    identity,
+)
 
 Statistics = Mapping[str, Tensors]
 #: Statistics as new dictionaries.
-Collected = dict[str, dict[str, Tensor]]
-Shape = tuple[int, ...]
+Collected = dict[str, TensorDict]
 
 #: Gram matrices of the inputs of ``nn.Linear``, whose weights are ``[out, in]``.
 GRAM = "gram"
@@ -136,7 +143,7 @@ def brings(
 def untrained(statistics: Statistics | None) -> set[str]:
     """Return the tensors of which the client trained no row."""
     masks = (statistics or {}).get(TRAINED, {})
-    return {name for name, mask in masks.items() if not bool(mask.any())}
+    return {name for name, mask in masks.items() if not mask.any()}
 
 
 def along_rows(
@@ -152,7 +159,7 @@ def along_rows(
 
 def check_statistics(
     statistics: Statistics,
-    shapes: Mapping[str, Shape],
+    shapes: Shapes,
 ) -> None:
     """Check statistics against the shapes of the tensors they belong to.
 
@@ -165,16 +172,27 @@ def check_statistics(
         # Layers with the same input share one matrix, which is checked once.
         checked: set[tuple[int, Shape]] = set()
         for name, value in by_name.items():
-            where = f"The {kind.name} statistics of '{name}'"
-            if name not in shapes:
-                raise UpdateError(f"{where} belong to no tensor of the model.")
-            shape = shapes[name]
-            if (id(value), shape) in checked:
+            shape = _shape_of(kind, name, shapes)
+            key = (id(value), shape)
+            if key in checked:
                 continue
             fault = _fault_of_numbers(value, kind) or kind.check(value, shape)
             if fault:
-                raise UpdateError(f"{where} {fault}.")
-            checked.add((id(value), shape))
+                raise UpdateError(f"The {kind.name} statistics of '{name}' {fault}.")
+            checked.add(key)
+
+
+def _shape_of(
+    kind: StatisticKind,
+    name: str,
+    shapes: Shapes,
+) -> Shape:
+    """Return the shape of the tensor of statistics; raise ``UpdateError`` if none."""
+    if name not in shapes:
+        raise UpdateError(
+            f"The {kind.name} statistics of '{name}' belong to no tensor of the model."
+        )
+    return shapes[name]
 
 
 def _fault_of_numbers(
@@ -187,7 +205,7 @@ def _fault_of_numbers(
     if not kind.dtypes and not value.is_floating_point():
         return f"are {value.dtype}, not floating-point"
     # The limit exceeds the range of float16.
-    if not bool((value.to(compute_dtype(value)).abs() <= LARGEST).all()):
+    if not (value.to(compute_dtype(value)).abs() <= LARGEST).all():
         return (
             f"hold NaN, Inf or values above {LARGEST:g}. Check the client's model and "
             "data"
@@ -199,7 +217,7 @@ def _fault_of_numbers(
 def transport_statistics(
     statistics: Statistics,
     moves: Iterable[Move],
-    shapes: Mapping[str, Shape],
+    shapes: Shapes,
 ) -> Collected:
     """Move statistics like the weights they belong to; see ``Alignment.transport``.
 
@@ -208,16 +226,13 @@ def transport_statistics(
         FedrotError: a move cannot be applied to a value.
     """
     out: Collected = {}
-    for kind, by_name in statistics.items():
-        out[kind_named(kind).name] = dict(by_name)
+    for kind_name, by_name in statistics.items():
+        kind = kind_named(kind_name)
         for name in by_name:
-            if name not in shapes:
-                raise UpdateError(
-                    f"The {kind} statistics of '{name}' belong to no tensor of the "
-                    "model."
-                )
+            _shape_of(kind, name, shapes)
+        out[kind.name] = dict(by_name)
     for move in moves:
-        for kind, moved in out.items():
+        for kind_name, moved in out.items():
             # Layers with the same input share one Gram matrix, also after the move.
             shared: dict[tuple[int, Slot], Tensor] = {}
             # The copy holds references, so that ids stay unique.
@@ -228,7 +243,7 @@ def transport_statistics(
                 value = moved[slot.tensor]
                 key = (id(value), replace(slot, tensor=""))
                 if value is not before[slot.tensor] or key not in shared:
-                    shared[key] = kind_named(kind).move(value, slot, move)
+                    shared[key] = kind_named(kind_name).move(value, slot, move)
                 moved[slot.tensor] = shared[key]
     return out
 
@@ -241,26 +256,26 @@ def _check_gram(
     if len(shape) != 2:
         return "belong to a tensor that is no matrix, and so to no linear layer"
     inputs = shape[axis]
-    if list(value.shape) != [inputs, inputs]:
+    square = [inputs, inputs]
+    if list(value.shape) != square:
         return (
             f"have shape {list(value.shape)}, but the layer reads {inputs}; send "
-            f"{[inputs, inputs]}"
+            f"{square}"
         )
     matrix = value.detach().to(compute_dtype(value))
     negative = "have negative eigenvalues; a Gram matrix is X^T X"
-    if bool((matrix.diagonal() < 0).any()):
+    if (matrix.diagonal() < 0).any():
         return negative
-    if not bool(matrix.any()):
+    if not matrix.any():
         return None
     even, _ = _unit_diagonal(matrix)
     slack = _ROUNDING * torch.linalg.vector_norm(even) + _ROUNDING**2
-    if bool(((even - even.mT).abs() > slack).any()):
+    if ((even - even.mT).abs() > slack).any():
         return "are not symmetric; a Gram matrix is X^T X"
     # Rounding may have made a small eigenvalue negative, so the largest rounding error
     # is added.
-    eye = torch.eye(len(even), dtype=even.dtype, device=even.device)
-    _, failed = torch.linalg.cholesky_ex(even + slack * eye)
-    return negative if bool(failed) else None
+    _, failed = torch.linalg.cholesky_ex(even + slack * identity(even))
+    return negative if failed else None
 
 
 def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -321,7 +336,7 @@ def _check_fisher(
 ) -> str | None:
     if tuple(value.shape) != shape:
         return f"have shape {list(value.shape)}, the tensor has {list(shape)}"
-    if bool((value < 0).any()):
+    if (value < 0).any():
         return "are negative; they are means of squares"
     return None
 
@@ -359,8 +374,8 @@ def _move_trained(
     slot: Slot,
     move: Move,
 ) -> Tensor:
-    uniform = value.ndim == 0 or bool(value.all()) or not bool(value.any())
-    if uniform or slot.axis != 0:
+    # With all rows marked or none, the mask has no order.
+    if value.all() or not value.any() or slot.axis != 0:
         return value
     return _move_squares(
         value,

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
 
 from fedrot.collect.statistics import TRAINED, Collected, along_rows
 from fedrot.errors import UpdateError
-from fedrot.tensors import Tensors, check_update
+from fedrot.tensors import TensorDict, Tensors, check_update
 
 
 def completed(
     update: Tensors,
     received: Tensors,
     rows: Mapping[str, Iterable[int]] | None = None,
-) -> tuple[dict[str, Tensor], Collected]:
+) -> tuple[TensorDict, Collected]:
     """Complete a partly trained update with the received tensors, and mark them.
 
     They are marked as not trained.
@@ -41,8 +40,8 @@ def completed(
         if name not in received:
             raise UpdateError(f"The tensor '{name}' is not part of the received model.")
     shapes = {name: tuple(tensor.shape) for name, tensor in received.items()}
-    check_update({**received, **update}, shapes)
-    full = {name: update.get(name, tensor) for name, tensor in received.items()}
+    full = {**received, **update}
+    check_update(full, shapes)
     masks = {name: torch.tensor(False) for name in received if name not in update}
     for name, chosen in rows.items():
         mask = torch.zeros(len(received[name]), dtype=torch.bool)
@@ -59,6 +58,4 @@ def completed(
         masks[name] = mask
         trained = along_rows(mask, full[name])
         full[name] = torch.where(trained, full[name], received[name])
-    if not masks:
-        return full, {}
-    return full, {TRAINED: masks}
+    return full, {TRAINED: masks} if masks else {}

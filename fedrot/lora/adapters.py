@@ -9,17 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from fedrot.collect.statistics import Statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.tensors import Tensors, compute_dtype
+from fedrot.lora.gauges import Factors
+from fedrot.tensors import TensorDict, Tensors, compute_dtype
 
 T = TypeVar("T")
 
 #: Names of the first factor: ``lora_A.weight``, ``lora_A.NAME.weight``,
 #: ``lora_embedding_A``.
-_FIRST = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?A(?P<rest>(\..+)?)")
+_FIRST = re.compile(
+    r"(?P<start>(?P<module>.+)\.lora_(?P<kind>embedding_)?)A(?P<rest>(\..+)?)"
+)
 #: PEFT's prefix of the names of a model's modules.
 _WRAPPER = "base_model.model."
 _WHOLE = (
@@ -193,19 +195,16 @@ def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:
                 f"'{module}' has two pairs of factors. Give the tensors of "
                 "one adapter: adapter_tensors(model, name)."
             )
-        other = f"{module}.lora_{match['kind'] or ''}B{match['rest']}"
+        other = f"{match['start']}B{match['rest']}"
         if other not in tensors:
             raise UpdateError(f"The factor '{name}' has no partner '{other}'. {_WHOLE}")
         pairs.append(Pair(module, name, other, bool(match["kind"])))
     seconds = {pair.b for pair in pairs}
-    alone = [
-        name
-        for name in tensors
-        if re.search(r"\.lora_(embedding_)?B(\.|$)", name) and name not in seconds
-        if not name.endswith(".bias")  # LoraConfig(lora_bias=True)
-    ]
-    if alone:
-        raise UpdateError(f"The factor '{alone[0]}' has no partner. {_WHOLE}")
+    for name in tensors:
+        is_second = re.search(r"\.lora_(embedding_)?B(\.|$)", name)
+        # LoraConfig(lora_bias=True) gives B a bias.
+        if is_second and name not in seconds and not name.endswith(".bias"):
+            raise UpdateError(f"The factor '{name}' has no partner. {_WHOLE}")
     if not pairs:
         raise UpdateError(
             "There are no factors of a LoRA adapter among the tensors (names with "
@@ -220,7 +219,7 @@ def check_rank(rank: int) -> None:
         raise FedrotError(f"rank is {rank!r}; it must be an integer of at least 1.")
 
 
-def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
+def factors(tensors: Tensors, pair: Pair) -> Factors:
     """Return the factors of a pair as matrices ``A [rank, in]`` and ``B [out, rank]``.
 
     Kernels of convolutions are flattened.
@@ -231,7 +230,8 @@ def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
     """
     a = tensors[pair.a]
     b = tensors[pair.b]
-    for name, factor in ((pair.a, a), (pair.b, b)):
+    for name in (pair.a, pair.b):
+        factor = tensors[name]
         if factor.ndim < 2 or not factor.numel():
             raise UpdateError(
                 f"The factors '{pair.a}' and '{pair.b}' have no common rank: '{name}' "
@@ -247,18 +247,31 @@ def factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
     return a.detach().flatten(1), b.detach().flatten(1)
 
 
-def wide_factors(tensors: Tensors, pair: Pair) -> tuple[Tensor, Tensor]:
+def wide_factors(tensors: Tensors, pair: Pair) -> Factors:
     """Return ``factors`` in the dtype for computations, with its errors."""
     a, b = factors(tensors, pair)
     wide = torch.promote_types(compute_dtype(a), compute_dtype(b))
     return a.to(wide), b.to(wide)
 
 
-def shaped(matrix: Tensor, like: torch.Size) -> Tensor:
-    """Return a factor matrix in the shape of a tensor: the inverse of ``factors``."""
-    if len(like) == 2:
-        return matrix
-    rows, columns = matrix.shape
-    # Else the second axis is the rank, which may differ from that of ``like``.
-    inner = like[1:] if columns == like[1:].numel() else (columns, *like[2:])
-    return matrix.reshape(rows, *inner)
+def rescale(tensors: TensorDict, name: str, scale: float) -> None:
+    """Replace a tensor, if there is one of this name, by ``scale`` times it."""
+    if name in tensors and scale != 1:
+        tensors[name] = tensors[name] * scale
+
+
+def named(matrices: Factors, pair: Pair, like: Tensors) -> TensorDict:
+    """Return copies of matrices by name, in the shapes and dtypes of ``like``.
+
+    This is the inverse of ``factors``, but the rank may differ from that of ``like``.
+    """
+    tensors: TensorDict = {}
+    for name, matrix in zip((pair.a, pair.b), matrices, strict=True):
+        tensor = like[name]
+        rows, columns = matrix.shape
+        inner = tensor.shape[1:]
+        if columns != inner.numel():
+            # The second axis is the rank.
+            inner = torch.Size([columns, *tensor.shape[2:]])
+        tensors[name] = matrix.reshape(rows, *inner).to(tensor, copy=True)
+    return tensors

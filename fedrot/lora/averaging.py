@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,12 +18,13 @@ from fedrot.lora.adapters import (
     check_rank,
     factors,
     pairs_of,
+    rescale,
     wide_factors,
 )
 from fedrot.lora.gauges import GAUGES
 from fedrot.lora.methods import METHODS, Method
 from fedrot.lora.module_sums import AveragedModule, ModuleSums, Plan, in_threads
-from fedrot.tensors import Tensors, check_finite, check_weight
+from fedrot.tensors import TensorDict, Tensors, check_finite, check_weight
 
 #: Part of the names of DoRA's magnitudes.
 _MAGNITUDE = ".lora_magnitude_vector"
@@ -49,15 +50,14 @@ class AdapterOptions:
     gauge: str = "keep-a"
 
     def __post_init__(self) -> None:
-        known: dict[str, Mapping[str, object]] = {"method": METHODS, "gauge": GAUGES}
+        known = {"method": tuple(METHODS), "gauge": tuple(GAUGES)}
         for name, values in known.items():
             if getattr(self, name) not in values:
                 raise FedrotError(
                     f"Unknown {name} '{getattr(self, name)}' of adapters; one of "
                     f"{', '.join(values)}."
                 )
-        used = METHODS[self.method].used
-        if "gauge" not in used and self.gauge != type(self).gauge:
+        if "gauge" not in self.averaging.used and self.gauge != type(self).gauge:
             able = [repr(name) for name, of in METHODS.items() if "gauge" in of.used]
             raise FedrotError(
                 f"gauge is an option of {' and '.join(able)}, and has no effect with "
@@ -65,8 +65,7 @@ class AdapterOptions:
             )
 
     def __str__(self) -> str:
-        used = METHODS[self.method].used
-        options = [f"{name} {getattr(self, name)!r}" for name in used]
+        options = [f"{name} {getattr(self, name)!r}" for name in self.averaging.used]
         return ", ".join([self.method, *options])
 
     def average(
@@ -106,7 +105,7 @@ def average_adapters(
     previous: Tensors | None = None,
     rank: int | None = None,
     server_round: int = 1,
-) -> tuple[dict[str, Tensor], AdapterReport]:
+) -> tuple[TensorDict, AdapterReport]:
     """Average LoRA adapters, which are read one at a time.
 
     Other tensors than factors (task heads, biases, DoRA's magnitudes) become their
@@ -148,13 +147,11 @@ class AdapterAverage:
         self.options = options
         self.method = options.averaging
         self.plan = plan
-        self._modules: dict[str, ModuleSums] = {}
-        #: Pairs and scales of the first adapter; biases of ``B`` are averaged in these
-        #: scales.
-        self._pairs: tuple[Pair, ...] = ()
-        self._scales: dict[str, float] = {}
+        self._modules: dict[Pair, ModuleSums] = {}
+        #: Scales of the first adapter; biases of ``B`` are averaged in these scales.
+        self._scales: dict[Pair, float] = {}
         #: The tensors of the first adapter, without memory for their values.
-        self._like: dict[str, Tensor] = {}
+        self._like: TensorDict = {}
         self._others = Mean()
         self._updates = 0
 
@@ -186,41 +183,37 @@ class AdapterAverage:
             )
         others = dict(tensors)
         modules = self._modules or {
-            pair.module: self.method.sums(pair, self.plan) for pair in pairs
+            pair: self.method.sums(pair, self.plan) for pair in pairs
         }
-        scales: dict[str, float] = {}
+        scales: dict[Pair, float] = {}
         # Errors must come before anything is added.
         for pair in pairs:
-            module = pair.module
             a, b = factors(tensors, pair)
-            scale = settings.scale(module, len(a))
-            scales[module] = scale
+            scale = settings.scale(pair.module, len(a))
+            scales[pair] = scale
             self._check_sizes(pair, a, b)
-            modules[module].check(a, b, settings)
+            modules[pair].check(a, b, settings)
             del others[pair.a], others[pair.b]
-            _rescale(others, pair.bias, scale / self._scales.get(module, scale))
-        trained = update.statistics.get(TRAINED)
-        statistics = {} if trained is None else {TRAINED: trained}
+            rescale(others, pair.bias, scale / self._scales.get(pair, scale))
+        statistics = {TRAINED: update.statistics.get(TRAINED, {})}
         self._others.check(others, update.weight, statistics)
         if not self._updates:
-            self._pairs = pairs
             self._scales = scales
             self._modules = modules
             self._like = {
                 name: t.new_empty(()).expand(t.shape) for name, t in tensors.items()
             }
-        if others:
-            self._others.fold(others, update.weight, statistics)
+        self._others.fold(others, update.weight, statistics)
 
         def fold(pair: Pair) -> None:
             a, b = wide_factors(tensors, pair)
-            scaled = b * scales[pair.module]
-            modules[pair.module].add((a, scaled), update.weight)
+            scaled = b * scales[pair]
+            modules[pair].add((a, scaled), update.weight)
 
         in_threads(fold, pairs, tensors[pairs[0].a].device)
         self._updates += 1
 
-    def result(self) -> tuple[dict[str, Tensor], AdapterReport]:
+    def result(self) -> tuple[TensorDict, AdapterReport]:
         """Return the average, in the dtypes of the first adapter, and its report.
 
         Raises:
@@ -231,38 +224,31 @@ class AdapterAverage:
             raise FedrotError("There are no adapters to average.")
 
         def averaged(pair: Pair) -> AveragedModule:
-            return self._modules[pair.module].averaged(self.method.merge, self._like)
+            return self._modules[pair].averaged(self.method.merge, self._like)
 
-        pairs = self._pairs
-        tensors: dict[str, Tensor] = {}
-        if self._others.weight:
-            tensors = self._others.result()
-        error_of_factors: dict[str, float | None] = {}
-        error: dict[str, float] = {}
-        lost: dict[str, float] = {}
-        modules = in_threads(averaged, pairs, self._like[pairs[0].a].device)
-        for pair, module in zip(pairs, modules, strict=True):
-            name = pair.module
+        tensors = self._others.result() if self._others.current else {}
+        pairs = tuple(self._modules)
+        averages = in_threads(averaged, pairs, self._like[pairs[0].a].device)
+        modules: dict[str, AveragedModule] = {}
+        for pair, module in zip(pairs, averages, strict=True):
             tensors |= module.tensors
-            _rescale(tensors, pair.bias, self._scales[name] / module.scale)
-            error_of_factors[name] = module.error_of_factors
-            error[name] = module.error
-            lost[name] = module.lost
+            rescale(tensors, pair.bias, self._scales[pair] / module.scale)
+            modules[pair.module] = module
+        error = {name: module.error for name, module in modules.items()}
+        lost = {name: module.lost for name, module in modules.items()}
+        of_factors = {name: module.error_of_factors for name, module in modules.items()}
         magnitudes = any(_MAGNITUDE in name for name in self._like)
-        report = AdapterReport(self._updates, error_of_factors, error, lost, magnitudes)
+        report = AdapterReport(self._updates, of_factors, error, lost, magnitudes)
         return tensors, report
 
     def _check_sizes(self, pair: Pair, a: Tensor, b: Tensor) -> None:
-        inputs = self._like.get(pair.a, a).shape[1:].numel()
-        outputs = len(self._like.get(pair.b, b))
-        if a.shape[1] != inputs or len(b) != outputs:
+        inputs = a.shape[1]
+        outputs = len(b)
+        first_inputs = self._like.get(pair.a, a).shape[1:].numel()
+        first_outputs = len(self._like.get(pair.b, b))
+        if inputs != first_inputs or outputs != first_outputs:
             raise UpdateError(
-                f"The factors of '{pair.module}' map {a.shape[1]} inputs to {len(b)} "
-                f"outputs, those of the first adapter {inputs} to {outputs}. Use "
-                "one base model."
+                f"The factors of '{pair.module}' map {inputs} inputs to {outputs} "
+                f"outputs, those of the first adapter {first_inputs} to "
+                f"{first_outputs}. Use one base model."
             )
-
-
-def _rescale(tensors: dict[str, Tensor], name: str, scale: float) -> None:
-    if name in tensors and scale != 1:
-        tensors[name] = tensors[name] * scale

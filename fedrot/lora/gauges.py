@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, linalg
 
 from fedrot.matching.procrustes import polar
 
@@ -48,7 +48,8 @@ class Wanted:
         to 0, as at LoRA's start. Adapters of embeddings are transposed, because they
         start with ``A = 0``.
         """
-        mean, previous = (f and transposed(f) for f in (self.mean, self.previous))
+        mean = self.mean and transposed(self.mean)
+        previous = self.previous and transposed(self.previous)
         return Wanted(self.vt.mT, self.s, self.u.mT, mean, previous)
 
 
@@ -57,9 +58,11 @@ def transposed(factors: Factors) -> Factors:
     return factors[1].mT, factors[0].mT
 
 
-def gauged(
-    gauge: Callable[[Wanted], Factors], of: Wanted, of_embedding: bool
-) -> Factors:
+#: A choice among the pairs of factors with the same product.
+Gauge = Callable[[Wanted], Factors]
+
+
+def gauged(gauge: Gauge, of: Wanted, of_embedding: bool) -> Factors:
     """Return a gauge's factors; for an embedding, those of the transposed product."""
     return transposed(gauge(of.transposed)) if of_embedding else gauge(of)
 
@@ -83,15 +86,19 @@ def balanced(of: Wanted) -> Factors:
         _, outside, directions = _around(kept[0], vt)
         rest = directions[:, len(s) :].mT @ outside
     a = torch.cat([root[:, None] * vt, rest])
-    b = torch.cat([u * root, u.new_zeros(len(u), len(rest))], 1)
-    signs = a.gather(1, a.abs().argmax(1, keepdim=True)).sign()
+    unused = u.new_zeros(len(u), len(rest))
+    b = torch.cat([u * root, unused], 1)
+    largest = a.abs().argmax(1, keepdim=True)
+    signs = a.gather(1, largest).sign()
     return signs * a, signs.mT * b
 
 
 def _terms(of: Wanted) -> tuple[Tensor, Tensor, Tensor]:
     """Return the terms with nonzero singular values."""
-    there = of.s > of.s[0] * torch.finfo(of.s.dtype).eps * len(of.s)
-    return of.u[:, there], of.s[there], of.vt[there]
+    s = of.s
+    rounding = s[0] * torch.finfo(s.dtype).eps * len(s)
+    there = s > rounding
+    return of.u[:, there], s[there], of.vt[there]
 
 
 def _around(a: Tensor, vt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,7 +110,8 @@ def _around(a: Tensor, vt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     inside = a @ vt.mT
     outside = a - inside @ vt
     wide = outside.double()
-    return inside, outside, torch.linalg.eigh(wide @ wide.mT)[1].to(a)
+    _, vectors = linalg.eigh(wide @ wide.mT)
+    return inside, outside, vectors.to(a)
 
 
 def rotated(factors: Factors, to: Factors | None) -> Factors:
@@ -117,7 +125,8 @@ def rotated(factors: Factors, to: Factors | None) -> Factors:
         return factors
     a, b = factors
     a_to, b_to = to
-    r = polar((a_to @ a.mT + b_to.mT @ b).double()).to(a)
+    products = a_to @ a.mT + b_to.mT @ b
+    r = polar(products.double()).to(a)
     return r @ a, b @ r.mT
 
 
@@ -149,22 +158,23 @@ def keep_a(of: Wanted) -> Factors:
     a_kept, _ = kept
     inside, outside, directions = _around(a_kept, vt)
     dropped = directions[:, : len(s)]
-    left, singular, right = torch.linalg.svd((dropped.mT @ inside).double())
+    kernel = dropped.mT
+    left, singular, right = linalg.svd((kernel @ inside).double())
     if len(s) and not singular[-1] > torch.finfo(s.dtype).eps * singular[0]:
         return near_mean(of)
     inverse = ((right.mT / singular) @ left.mT).to(u)
-    a = a_kept - dropped @ (dropped.mT @ outside)
-    b = (u * s) @ inverse @ dropped.mT
+    a = a_kept - dropped @ (kernel @ outside)
+    b = (u * s) @ inverse @ kernel
     bounded = _size((a, b)) <= LARGEST_GROWTH * _size(kept)
     return (a, b) if bounded else near_mean(of)
 
 
 def _size(of: Factors) -> float:
-    return sum(float(torch.linalg.vector_norm(factor)) ** 2 for factor in of)
+    return sum(float(linalg.vector_norm(factor)) ** 2 for factor in of)
 
 
 #: The gauges by name. Plug-ins add theirs.
-GAUGES: dict[str, Callable[[Wanted], Factors]] = {
+GAUGES: dict[str, Gauge] = {
     "keep-a": keep_a,
     "previous": near_previous,
     "none": balanced,

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, linalg
 
 from fedrot.aggregation.mean import Mean
 from fedrot.errors import UpdateError
-from fedrot.lora.adapters import LoraSettings, Pair, factors, shaped, wide_factors
+from fedrot.lora.adapters import LoraSettings, Pair, factors, named, wide_factors
 from fedrot.lora.gauges import GAUGES, Factors, Wanted, gauged
 from fedrot.lora.products import ProductSum, Terms
-from fedrot.tensors import Tensors, compute_dtype
+from fedrot.tensors import TensorDict, Tensors, compute_dtype
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -49,7 +49,7 @@ class Plan:
 class AveragedModule:
     """One module's factors, the scale of its product, and the errors of the report."""
 
-    tensors: dict[str, Tensor]
+    tensors: TensorDict
     scale: float
     error_of_factors: float | None
     error: float
@@ -62,7 +62,7 @@ class ModuleSums:
     def __init__(self, pair: Pair, plan: Plan) -> None:
         self.pair = pair
         self.plan = plan
-        self.products = ProductSum()
+        self.products = ProductSum(limit=0)
         self.mean = Mean()
         self.weight = 0.0
         self.ranks: set[int] = set()
@@ -72,8 +72,7 @@ class ModuleSums:
 
         They are as the client sent them, without the scale.
         """
-        received = self._previous()
-        rank = len(received[0]) if received else min(self.ranks, default=len(a))
+        rank = self._previous_rank() or min(self.ranks, default=len(a))
         if settings.changed_base and len(a) != rank:
             raise UpdateError(
                 f"'{self.pair.module}' has rank {len(a)}, others {rank}. With "
@@ -83,7 +82,7 @@ class ModuleSums:
             )
         scale = settings.scale(self.pair.module, len(a))
         for name, factor, by in ((self.pair.a, a, 1.0), (self.pair.b, b, scale)):
-            norm = by * float(torch.linalg.vector_norm(factor, dtype=torch.float64))
+            norm = by * float(linalg.vector_norm(factor, dtype=torch.float64))
             if not norm <= LARGEST_FACTOR:
                 raise UpdateError(
                     f"The factor '{name}' has norm {norm:.3g} (with the adapter's "
@@ -104,28 +103,29 @@ class ModuleSums:
 
     def limit(self, a: Tensor, b: Tensor) -> int:
         """Return the rank that the sum keeps when these factors are added."""
-        received = self._previous()
-        largest = max(len(a), len(received[0]) if received else 0)
-        before = self.products.limit or 0
-        return max(KEPT_RANKS * largest, before, self.plan.rank or 0)
+        largest = max(len(a), self._previous_rank())
+        return max(KEPT_RANKS * largest, self.products.limit, self.plan.rank or 0)
 
     def received(self, like: Tensor) -> Factors | None:
         """Return the factors that clients received, to be computed with ``like``."""
-        received = self._previous()
-        if received is None:
+        if self.plan.previous is None:
             return None
+        received = factors(self.plan.previous, self.pair)
         a, b = (factor.to(like.device, compute_dtype(like)) for factor in received)
         return a, b
 
-    def _previous(self) -> Factors | None:
-        if self.plan.previous is None:
-            return None
-        if self.pair.a not in self.plan.previous:
+    def _previous_rank(self) -> int:
+        """Return the rank of the factors that clients received; 0 if unknown."""
+        previous = self.plan.previous
+        if previous is None:
+            return 0
+        if self.pair.a not in previous:
             raise UpdateError(
                 "The adapter that the clients received does not contain "
                 f"'{self.pair.module}'."
             )
-        return factors(self.plan.previous, self.pair)
+        a, _ = factors(previous, self.pair)
+        return len(a)
 
     def factors(self, scale: float) -> Factors | None:
         """Return the means of ``A`` and ``B / scale``; None if ranks differ."""
@@ -155,11 +155,8 @@ class ModuleSums:
             UpdateError: the method has no factors of the result's rank.
         """
         pair = self.pair
-        plan = self.plan
-        rank = plan.rank
-        if rank is None:
-            rank = len(plan.previous[pair.a]) if plan.previous else max(self.ranks)
-        scale = plan.settings.scale(pair.module, rank)
+        rank = self.plan.rank or self._previous_rank() or max(self.ranks)
+        scale = self.plan.settings.scale(pair.module, rank)
         terms = self.products.terms(rank)
         merged = merge(self, terms, rank)
         if merged is None:
@@ -170,10 +167,7 @@ class ModuleSums:
                 f"The clients' ranks of '{pair.module}' are {sorted(self.ranks)}: "
                 f"{what}. Take method='exact'."
             )
-        tensors = {}
-        for name, matrix in zip((pair.a, pair.b), merged, strict=True):
-            # A copy: a method may return the sums' own tensors.
-            tensors[name] = shaped(matrix, like[name].shape).to(like[name], copy=True)
+        tensors = named(merged, pair, like)
         compared = [wide_factors(tensors, pair)]
         mean = self.factors(scale)
         if mean is not None:
@@ -183,7 +177,10 @@ class ModuleSums:
         return AveragedModule(tensors, scale, next(iter(of_factors), None), error, lost)
 
     def _errors(
-        self, terms: Terms, scale: float, compared: Sequence[Factors]
+        self,
+        terms: Terms,
+        scale: float,
+        compared: Sequence[Factors],
     ) -> list[float]:
         """Return ``|D - s B A| / |D|`` for each pair of factors; 0 if both are 0.
 
@@ -205,7 +202,7 @@ Merge = Callable[[ModuleSums, Terms, int], Factors | None]
 
 def _of_rank(rank: int, factors: Factors | None) -> Factors | None:
     """Return the factors if they have this rank, else None."""
-    return factors if factors is not None and len(factors[0]) == rank else None
+    return factors if factors and len(factors[0]) == rank else None
 
 
 def share(part: float, whole: float) -> float:
@@ -214,7 +211,9 @@ def share(part: float, whole: float) -> float:
 
 
 def in_threads(
-    work: Callable[[_Item], _Result], items: Sequence[_Item], device: torch.device
+    work: Callable[[_Item], _Result],
+    items: Sequence[_Item],
+    device: torch.device,
 ) -> list[_Result]:
     """Return ``work`` of every item; on a CPU, several items are computed at a time.
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from operator import index
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora.adapters import (
@@ -16,18 +14,17 @@ from fedrot.lora.adapters import (
     by_pattern,
     check_rank,
     factors,
+    named,
     pairs_of,
-    shaped,
+    rescale,
     wide_factors,
 )
 from fedrot.lora.gauges import Wanted, gauged, keep_a, near_previous
 from fedrot.lora.products import decomposed
-from fedrot.tensors import Tensors
+from fedrot.tensors import TensorDict, Tensors
 
 
-def fitted(
-    tensors: Tensors, settings: object, rank: int | Tensors
-) -> dict[str, Tensor]:
+def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> TensorDict:
     """Return an adapter of a smaller rank: the best approximation of the products.
 
     A client of rank 4 can start from an adapter of rank 16. The new factors are rotated
@@ -51,7 +48,7 @@ def fitted(
     for pair in pairs_of(tensors):
         a, b = wide_factors(tensors, pair)
         if not isinstance(rank, Mapping):
-            wanted = index(rank)
+            wanted = rank
         elif pair.a in rank:
             wanted = len(rank[pair.a])
         else:
@@ -70,14 +67,12 @@ def fitted(
         # A product of 0 determines no direction of A; keep_a leaves A as it is.
         near = near_previous if first.s.any() else keep_a
         matrices = gauged(near, product, pair.of_embedding)
-        for name, matrix in zip((pair.a, pair.b), matrices, strict=True):
-            reduced[name] = shaped(matrix, tensors[name].shape).to(tensors[name])
-        if pair.bias in tensors:
-            reduced[pair.bias] = factor * tensors[pair.bias]
+        reduced |= named(matrices, pair, tensors)
+        rescale(reduced, pair.bias, factor)
     return reduced
 
 
-def adapter_tensors(model: Any, adapter: str = "default") -> dict[str, Tensor]:
+def adapter_tensors(model: Any, adapter: str = "default") -> TensorDict:
     """Return copies of an adapter's tensors, to be sent to ``FedRotLoRA``.
 
     These are the tensors of ``peft.get_peft_model_state_dict``, without the base
@@ -151,20 +146,20 @@ def train_only(model: Any, factors: str, adapter: str = "default") -> None:
     _check_adapter(model, adapter)
     parameters = factor_parameters(model, adapter)
     for pair in pairs_of(parameters):
-        parameters[pair.a].requires_grad_(factors in ("A", "both"))
-        parameters[pair.b].requires_grad_(factors in ("B", "both"))
+        parameters[pair.a].requires_grad_(factors != "B")
+        parameters[pair.b].requires_grad_(factors != "A")
 
 
 def factor_parameters(model: Any, adapter: str) -> dict[str, torch.nn.Parameter]:
     """Return an adapter's factors, as parameters, by names of ``adapter_tensors``."""
-    named = re.compile(
-        rf"(.+\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}(\.weight)?"
+    pattern = re.compile(
+        rf"(.+\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}((?:\.weight)?)"
     )
     factors = {}
     for name, parameter in model.named_parameters():
-        match = named.fullmatch(name)
+        match = pattern.fullmatch(name)
         if match:
-            factors[match[1] + (match[2] or "")] = parameter
+            factors[match[1] + match[2]] = parameter
     return factors
 
 

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, linalg
+
+from fedrot.tensors import identity
 
 #: Terms below this share of the largest are rounding errors of float32.
 SMALLEST = 1e-7
@@ -22,6 +24,8 @@ WELL_CONDITIONED = 1e-4
 ROOM = 4
 #: Number of columns that are copied to float64 at a time.
 BLOCK = 1024
+#: The singular values of no terms.
+_NO_VALUES = torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,9 @@ class Terms:
         """The Frobenius norm of the sum."""
         return self.tail(0)
 
-    def to(self, like: Tensor) -> Terms:
-        """Return the terms in the dtype and on the device of a tensor."""
-        return Terms(self.u.to(like), self.s.to(like), self.vt.to(like))
-
     def tail(self, rank: int) -> float:
         """Return the Frobenius norm of the terms beyond the first ``rank``."""
-        return float(torch.linalg.vector_norm(self.s[rank:], dtype=torch.float64))
+        return float(linalg.vector_norm(self.s[rank:], dtype=torch.float64))
 
     def first(self, rank: int) -> Terms:
         """Return the first ``rank`` terms.
@@ -77,7 +77,7 @@ class ProductSum:
     limit`` terms are exact.
 
     Args:
-        limit: the rank to keep; None keeps everything.
+        limit: the rank to keep; a larger one may be set later.
 
     Attributes:
         lost: upper bound of the Frobenius norm of the terms that compressions left out.
@@ -85,7 +85,7 @@ class ProductSum:
             each other.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int) -> None:
         self.limit = limit
         self.lost = self.left_out = 0.0
         #: The stacks ``[terms, out]`` and ``[terms, in]``.
@@ -93,20 +93,18 @@ class ProductSum:
         self._used = 0
         #: Singular values of the first terms, which are orthogonal: the squared norms
         #: of their rows.
-        self._known = torch.empty(0)
+        self._known = _NO_VALUES
 
     def add(self, b: Tensor, a: Tensor, weight: float) -> None:
         """Add ``weight * b @ a``; ``b`` is ``[out, rank]``, ``a`` is ``[rank, in]``."""
         rank = len(a)
         limit = self.limit
-        if limit is not None and self._used + rank > 2 * limit and self._used > limit:
+        if self._used > limit and self._used + rank > 2 * limit:
             self._compress(limit)
         used = self._used
         stop = used + rank
         if stop > len(self._left):
-            room = 2 * max(used, ROOM * rank)
-            if limit:
-                room = min(room, 2 * limit)
+            room = 2 * min(max(used, ROOM * rank), limit)
             room = max(room, stop)
             self._left = _enlarged(self._left, used, room, b.mT)
             self._right = _enlarged(self._right, used, room, a)
@@ -131,8 +129,9 @@ class ProductSum:
         squared = (_inner(left, left) * _inner(right, right)).sum()
         distances = []
         for b, a in factors:
-            mixed = (_inner(left, b.mT) * _inner(right, a)).sum()
-            other = (_inner(b.mT, b.mT) * _inner(a, a)).sum()
+            columns = b.mT
+            mixed = (_inner(left, columns) * _inner(right, a)).sum()
+            other = (_inner(columns, columns) * _inner(a, a)).sum()
             # Rounding errors may make it negative.
             distance = (squared - 2 * mixed + other).clamp(min=0)
             distances.append(float(distance.sqrt()))
@@ -151,8 +150,9 @@ class ProductSum:
         self._used = len(kept.vt)
         self._known = kept.s[:rank]
         root = self._known.sqrt()[:, None]
-        torch.mul(kept.u.mT, root, out=self._left[: self._used])
-        torch.mul(kept.vt, root, out=self._right[: self._used])
+        left, right = self.stacks
+        torch.mul(kept.u.mT, root, out=left)
+        torch.mul(kept.vt, root, out=right)
 
 
 def _balance(left: Tensor, right: Tensor) -> None:
@@ -165,13 +165,14 @@ def _balance(left: Tensor, right: Tensor) -> None:
     of_right = _norms(right)
     used = (of_left > 0) & (of_right > 0)
     ratio = torch.where(used, of_right / of_left, 1.0)
-    factor = torch.exp2((ratio.log2() / 2).round()).to(left)[:, None]
+    power = (ratio.log2() / 2).round()
+    factor = torch.exp2(power).to(left)[:, None]
     left.mul_(factor)
     right.div_(factor)
 
 
 def _norms(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return linalg.vector_norm(rows, dim=1, dtype=torch.float64)
 
 
 def _enlarged(stack: Tensor, used: int, room: int, like: Tensor) -> Tensor:
@@ -184,7 +185,10 @@ def _enlarged(stack: Tensor, used: int, room: int, like: Tensor) -> Tensor:
 
 
 def decomposed(
-    left: Tensor, right: Tensor, known: Tensor | None = None, most: int | None = None
+    left: Tensor,
+    right: Tensor,
+    known: Tensor = _NO_VALUES,
+    most: int | None = None,
 ) -> Terms:
     """Return the singular value decomposition of ``left @ right``.
 
@@ -205,8 +209,7 @@ def decomposed(
         return Terms(left[:, :0], left.new_empty(0), right[:0])
     narrow = left.shape[1] <= min(len(left), right.shape[1])
     if narrow and left.dtype == torch.float32:
-        known = left.new_empty(0) if known is None else known.to(left)
-        terms = _by_gram(left, right, known.double(), most)
+        terms = _by_gram(left, right, known.to(left).double(), most)
     else:
         terms = _by_qr(left, right, most)
     if terms.norm <= ROUNDING * torch.finfo(left.dtype).eps * norms:
@@ -215,9 +218,9 @@ def decomposed(
 
 
 def _by_qr(left: Tensor, right: Tensor, most: int | None) -> Terms:
-    q, r = torch.linalg.qr(left)
-    p, t = torch.linalg.qr(right.mT)
-    u, s, vt = torch.linalg.svd(r @ t.mT, full_matrices=False)
+    q, r = linalg.qr(left)
+    p, t = linalg.qr(right.mT)
+    u, s, vt = linalg.svd(r @ t.mT, full_matrices=False)
     return Terms(q @ u[:, :most], s, vt[:most] @ p.mT)
 
 
@@ -231,7 +234,8 @@ def _by_gram(left: Tensor, right: Tensor, known: Tensor, most: int | None) -> Te
     r, inverse = _root(_gram(left.mT, known))
     if not len(r):
         return Terms(left[:, :0], left.new_empty(0), right[:0])
-    squares, vectors = torch.linalg.eigh(r @ _gram(right, known) @ r.mT)
+    gram = r @ _gram(right, known) @ r.mT
+    squares, vectors = linalg.eigh(gram)
     # eigh sorts in ascending order.
     s = squares.clamp(min=0).sqrt().flip(0)
     p = vectors.flip(1)
@@ -248,12 +252,13 @@ def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
 
     Directions of rounding errors are left out.
     """
-    lower, failed = torch.linalg.cholesky_ex(gram)
+    lower, failed = linalg.cholesky_ex(gram)
     pivots = lower.diagonal()
     if not failed and pivots.min() > WELL_CONDITIONED * pivots.max():
-        identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        return lower.mT, torch.linalg.solve_triangular(lower.mT, identity, upper=True)
-    values, vectors = torch.linalg.eigh(gram)
+        upper = lower.mT
+        eye = identity(gram)
+        return upper, linalg.solve_triangular(upper, eye, upper=True)
+    values, vectors = linalg.eigh(gram)
     there = values > values[-1] * SMALLEST**2
     roots = values[there].flip(0).sqrt()
     vectors = vectors[:, there].flip(1)
@@ -267,9 +272,10 @@ def _gram(rows: Tensor, known: Tensor) -> Tensor:
     """
     count = len(known)
     new = _inner(rows[count:], rows)
-    gram = torch.block_diag(torch.diag(known), new[:, count:])
-    gram[count:, :count] = new[:, :count]
-    gram[:count, count:] = new[:, :count].mT
+    gram = new.new_zeros(len(rows), len(rows))
+    gram.diagonal()[:count] = known
+    gram[:, count:] = new.mT
+    gram[count:] = new
     return gram
 
 
@@ -288,10 +294,10 @@ def _extended(basis: Tensor, count: int) -> Tensor:
     room = min(count, length - width)
     # The same in every run.
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(length, room, generator=generator, dtype=torch.float64)
-    drawn = drawn.to(basis)
+    wide = torch.randn(length, room, generator=generator, dtype=torch.float64)
+    drawn = wide.to(basis)
     # Twice is enough for orthogonality in floating point.
     for _ in range(2):
-        drawn, _ = torch.linalg.qr(drawn - basis @ (basis.mT @ drawn))
+        drawn, _ = linalg.qr(drawn - basis @ (basis.mT @ drawn))
     zeros = basis.new_zeros(length, count - room)
     return torch.cat([basis, drawn, zeros], 1)

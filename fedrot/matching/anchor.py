@@ -11,7 +11,7 @@ from torch import Tensor
 from fedrot.matching.assignment import SLACK, largest, separation
 from fedrot.matching.pairs import by_sign, pairs
 from fedrot.symmetry.groups import Group
-from fedrot.tensors import Tensors
+from fedrot.tensors import TensorDict, Tensors
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Anchor(Side):
 
     _canonical: _Known = field(default_factory=_Known, repr=False)
     _moved: dict[str, bool] = field(default_factory=dict, repr=False)
-    _distances: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _distances: TensorDict = field(default_factory=dict, repr=False)
 
     def in_canonical_form(self, tensors: Tensors) -> Side:
         """Return the side of problems in canonical form.

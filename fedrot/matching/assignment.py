@@ -10,8 +10,8 @@ computed once; the client's cost one pass over its parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from itertools import compress
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ QUICK_COLUMNS = (32, 128)
 #: The full bound is computed only if distances exceed the quick bound by at most this
 #: factor.
 HOPELESS = 8.0
+
+#: Slots side by side, ``[n, columns]``; their transpose; and whether their rows may
+#: change the sign.
+_Side = tuple[Tensor, Tensor, bool]
 
 #: Rows of a Gram matrix that are computed at once.
 _ROWS = 256
@@ -72,8 +76,7 @@ def _row_distances(
 
 def largest(blocks: Sequence[Tensor]) -> Tensor:
     """Return the norm of the largest neuron over all slots together, a scalar."""
-    squares = summed(block.square().sum(1).double() for block in blocks)
-    return squares.amax().sqrt()
+    return summed(block.square().sum(1).double() for block in blocks).amax().sqrt()
 
 
 def separation(
@@ -94,22 +97,21 @@ def separation(
     The rounding error of the Gram matrices is subtracted, so the bound is never too
     large.
     """
-    sides = [list(plain), list(signed)]
-    if columns is not None:
-        widest = max((*plain, *signed), key=lambda block: block.shape[1])
-        for side in sides:
-            side[:] = [block[:, :columns] for block in side if block is widest]
-    features = [torch.cat(side, dim=1) if side else None for side in sides]
-    transposed = [None if f is None else f.mT.contiguous() for f in features]
-    present = [f for f in features if f is not None]
-    norms = summed(f.square().sum(1) for f in present)
+    widest = max((*plain, *signed), key=lambda block: block.shape[1])
+    sides: list[_Side] = []
+    for slots, with_signs in ((plain, False), (signed, True)):
+        used = [x[:, :columns] for x in slots if columns is None or x is widest]
+        if used:
+            features = torch.cat(used, dim=1)
+            sides.append((features, features.mT.contiguous(), with_signs))
+    norms = summed(features.square().sum(1) for features, _, _ in sides)
     half = norms / 2
     # max_j of <a_i, a_j> - |a_j|^2 / 2, block row by block row of the Gram matrix's
     # upper triangle.
     nearest = torch.full_like(norms, -torch.inf)
     for start in range(0, len(norms), _ROWS):
         stop = start + _ROWS
-        gram = _gram(features, transposed, start, stop)
+        gram = _gram(sides, start, stop)
         gram.diagonal().fill_(-torch.inf)
         if stop < len(norms):
             below = (gram[:, _ROWS:] - half[start:stop, None]).amax(0)
@@ -117,7 +119,7 @@ def separation(
         row = gram.sub_(half[start:]).amax(1)
         nearest[start:stop] = torch.maximum(nearest[start:stop], row)
     eps = torch.finfo(norms.dtype).eps
-    width = sum(f.shape[1] for f in present)
+    width = sum(features.shape[1] for features, _, _ in sides)
     rounding = width * eps * (norms + norms.amax())
     squares = norms - 2 * nearest - rounding
     if signed:
@@ -129,20 +131,16 @@ def separation(
 
 
 def _gram(
-    features: Sequence[Tensor | None],
-    transposed: Sequence[Tensor | None],
+    sides: Sequence[_Side],
     start: int,
     stop: int,
 ) -> Tensor:
     """Return rows of the Gram matrix from column ``start``, with the best signs."""
-    plain, signed = (
-        None if f is None or t is None else f[start:stop] @ t[:, start:]
-        for f, t in zip(features, transposed, strict=True)
-    )
-    if signed is None:
-        return cast(Tensor, plain)
-    signed.abs_()
-    return signed if plain is None else plain.add_(signed)
+    products = []
+    for features, transposed, with_signs in sides:
+        product = features[start:stop] @ transposed[:, start:]
+        products.append(product.abs_() if with_signs else product)
+    return reduce(Tensor.add_, products)
 
 
 def certified(
@@ -169,6 +167,7 @@ def identities_certified(
     times the quick bound. It is computed only if it may succeed. Each bound is one
     transfer from the device.
     """
+    groups = range(len(distances))
     proven: set[int] = set()
 
     def within(
@@ -178,16 +177,18 @@ def identities_certified(
     ) -> list[int]:
         if not left:
             return []
-        bounds = {i: separations[i](columns) for i in left}
-        checks = [certified(distances[i], bound, nearer) for i, bound in bounds.items()]
+        checks = []
+        for i in left:
+            bound = separations[i](columns)
+            checks.append(certified(distances[i], bound, nearer))
         return list(compress(left, torch.stack(checks).tolist()))
 
     for columns in (*QUICK_COLUMNS, None):
-        left = [i for i in range(len(distances)) if i not in proven]
+        left = [i for i in groups if i not in proven]
         if columns is None:
             left = within(left, QUICK_COLUMNS[-1], HOPELESS)
         proven.update(within(left, columns))
-    return [i in proven for i in range(len(distances))]
+    return [i in proven for i in groups]
 
 
 def assignment(
@@ -203,7 +204,7 @@ def assignment(
     # Row by row block, because the sums of all pairs take as much memory as the scores.
     for start in range(0, len(half), _ROWS):
         rows = slice(start, start + _ROWS)
-        if not bool((total[rows] <= half[rows, None] + half).all()):
+        if not (total[rows] <= half[rows, None] + half).all():
             return best_assignment(score, signed)
     return None, 0.0
 

@@ -28,7 +28,7 @@ from fedrot.matching.pairs import count_once, entries_once, norms
 from fedrot.matching.problem import Problem
 from fedrot.symmetry.actions import Orders
 from fedrot.symmetry.groups import Group, Move
-from fedrot.tensors import SMALLEST_NORM, Tensors
+from fedrot.tensors import SMALLEST_NORM, TensorDict, Tensors
 
 #: The share ``k / n`` holds up to this ratio of the squared distance to the anchor's
 #: squared norm.
@@ -73,17 +73,8 @@ def near_chance(
     free = group.action.free
     if not chance_known(problem) or not free or before > NEAR * anchor.size(group):
         return None
-    entries = entries_of(group, anchor.tensors)
+    entries = count_once(group.slots, anchor.tensors)
     return free / entries * anchor.spread.factor(group, entries) * before
-
-
-def entries_of(
-    group: Group,
-    tensors: Tensors,
-) -> int:
-    """Return the number of entries that a group acts on, each counted once."""
-    shapes = {slot.tensor: tensors[slot.tensor].shape for slot in group.slots}
-    return count_once(group.slots, shapes)
 
 
 def requirement(
@@ -132,7 +123,7 @@ def required(
         largest = norms(problem.pairs(group)).amax(0)
         # Products of smaller numbers vanish in float32; the best element would be a
         # rounding error.
-        if not float(largest.min()) >= SMALLEST_NORM:
+        if not largest.min() >= SMALLEST_NORM:
             return math.inf
     if chance is None or group.within in problem.applied:
         return 0.0
@@ -156,10 +147,8 @@ def least(
     """
     chance = near_chance(problem, group, before)
     needed = required(problem, group, before, chance)
-    if needed == math.inf:
+    if chance is None or needed == math.inf:
         return needed
-    if chance is None:
-        return min(needed, 0.0)
     return min(needed, problem.options.chance * chance)
 
 
@@ -211,7 +200,7 @@ def quantile(
         spread = 2 * _STEP * way * math.log(ONCE_IN * _LEVELS)
         return mean + 2 * line.size * math.sqrt(spread)
     units = group.action.units
-    entries = entries_of(group, anchor)
+    entries = count_once(group.slots, anchor)
     # Logarithms of numbers of orders: those of the moved units, and how many move.
     orders = int(group.action.moved(element).sum()) * math.log(2 * units)
     orders += math.log(units)
@@ -276,7 +265,8 @@ def line_of(
     client: Tensors,
 ) -> NullLine:
     """Return the null model of a client on the entries that a group acts on."""
-    return _line(entries_once(group.slots, anchor, client), entries_of(group, anchor))
+    entries = count_once(group.slots, anchor)
+    return _line(entries_once(group.slots, anchor, client), entries)
 
 
 def null_models(
@@ -322,28 +312,11 @@ def _line(
     return NullLine(slope, variance**0.5)
 
 
-def without_common_tensors(groups: Iterable[Group]) -> list[list[Group]]:
-    """Return the groups in lists; no two groups of a list act on the same tensor."""
-    batches: list[list[Group]] = []
-    used: list[set[str]] = []
-    for group in groups:
-        tensors = {slot.tensor for slot in group.slots}
-        for batch, names in zip(batches, used, strict=True):
-            if not names & tensors:
-                batch.append(group)
-                names |= tensors
-                break
-        else:
-            batches.append([group])
-            used.append(tensors)
-    return batches
-
-
 def null_model(
     anchor: Tensors,
     client: Tensors,
     groups: Iterable[Group],
-) -> dict[str, Tensor]:
+) -> TensorDict:
     """Return one null model for groups that depend on each other.
 
     Each tensor that the groups act on is replaced by a random tensor, with a ``t`` and

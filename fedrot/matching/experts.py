@@ -27,7 +27,7 @@ from fedrot.matching.assignment import (
     summed,
 )
 from fedrot.matching.pairs import Pair, by_sign
-from fedrot.matching.problem import Match, Problem, each, match_by, solves
+from fedrot.matching.problem import Match, Problem, each, match_by, solves, tensors_of
 from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.groups import Group
 
@@ -48,8 +48,8 @@ class _Pool:
         j: int,
     ) -> tuple[Tensor, Tensor]:
         """Return similarities ``[n, n]``: anchor expert ``i``, client expert ``j``."""
-        plain = summed(a[i] @ c[j].mT for a, c in self.plain)
-        signed = summed(a[i] @ c[j].mT for a, c in self.signed)
+        sides = (self.plain, self.signed)
+        plain, signed = (summed(a[i] @ c[j].mT for a, c in side) for side in sides)
         return plain, signed
 
     def bound(
@@ -80,7 +80,7 @@ def match_experts(
 ) -> Match:
     """Assign experts by the similarity of router rows and of ordered neurons."""
     neurons = next(g for g in problem.symmetry.groups if g.within == group.name)
-    inside = {slot.tensor for slot in neurons.slots}
+    inside = tensors_of([neurons])
     blocks = problem.pairs(group)
     outside = [slot.tensor not in inside for slot in group.slots]
     router = list(compress(blocks, outside))
@@ -88,11 +88,10 @@ def match_experts(
     bound = separation([a for a, _ in router])
     distances = row_distances(problem.pairs(neurons))
     routed = row_distances(router)
-    router_stays = bool(certified(routed, bound))
-    if router_stays and _in_place(neurons, distances, problem):
+    if certified(routed, bound) and _in_place(neurons, distances, problem):
         return Match(None, before, before, certified=routed)
     products = [(a @ c.mT).double() for a, c in router]
-    scores = torch.stack(products).sum(0)
+    scores = torch.stack(products).sum(0).cpu()
     element, gain = _best_order(_pool(neurons, problem), scores)
     return match_by(group, blocks, before, element, gain)
 
@@ -113,9 +112,8 @@ def _pool(
 ) -> _Pool:
     action = cast(ExpertNeurons, neurons.action)
     size = (action.experts, action.n)
-    blocks = []
-    for a, c in problem.pairs(neurons):
-        blocks.append((a.unflatten(0, size), c.unflatten(0, size)))
+    pairs = problem.pairs(neurons)
+    blocks = [(a.unflatten(0, size), c.unflatten(0, size)) for a, c in pairs]
     return _Pool(*by_sign(neurons, blocks))
 
 
@@ -125,27 +123,27 @@ def _best_order(
 ) -> Assigned:
     """Return the best order of the experts, and the decrease of the squared distance.
 
+    ``routed`` are the similarities of the router rows, on the CPU.
+
     The worth of a pair costs an assignment of all neurons. It is computed only for
     pairs that the best order uses; the other scores are upper bounds.
     """
-    routed = routed.cpu()
     experts = range(len(routed))
     bounds = torch.stack([pool.bound(i, j) for i in experts for j in experts])
     scores = bounds.cpu().view_as(routed)
-    for i in experts:
-        scores[i, i] = pool.worth(i, i)
-    exact = torch.eye(len(routed), dtype=torch.bool)
+    exact: set[tuple[int, int]] = set()
+    missing = [(i, i) for i in experts]
     while True:
+        for i, j in missing:
+            scores[i, j] = pool.worth(i, j)
+        exact.update(missing)
         element, gain = best_assignment(scores + routed)
         if element is None:
             return None, gain
         used = enumerate(element.tolist())
-        missing = [pair for pair in used if not exact[pair]]
+        missing = [pair for pair in used if pair not in exact]
         if not missing:
             return element.to(pool.signed[0][1].device), gain
-        for i, j in missing:
-            scores[i, j] = pool.worth(i, j)
-            exact[i, j] = True
 
 
 @solves(ExpertNeurons)
@@ -161,9 +159,7 @@ def match_expert_neurons(
         return Match(None, before, before, certified=distances)
     action = cast(ExpertNeurons, group.action)
     pool = _pool(group, problem)
-    orders = []
-    for i in range(action.experts):
-        orders.append(assignment(*pool.scores(i, i)))
+    orders = [assignment(*pool.scores(i, i)) for i in range(action.experts)]
     # An order with signs counts from 1: -2 is the second neuron, negated.
     order, gain = joined(orders, torch.arange(1, action.n + 1))
     element = order.to(distances.device) if gain > 0 else None

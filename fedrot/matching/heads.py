@@ -151,10 +151,11 @@ def match_heads(
     following = _following(group.name, problem)
     inside = [_inside(member, problem) for member in following]
     moved = {(slot.tensor, slot.axis) for g in following for slot in g.slots}
-    alone = []
-    for slot, pair in zip(group.slots, blocks, strict=True):
-        if (slot.tensor, slot.axis) not in moved:
-            alone.append(pair)
+    alone = [
+        pair
+        for slot, pair in zip(group.slots, blocks, strict=True)
+        if (slot.tensor, slot.axis) not in moved
+    ]
     action = cast(HeadPermutation, group.action)
     scores = head_scores(inside, alone, action.n, problem.options)
     element, gain = best_assignment(scores)
@@ -199,8 +200,8 @@ def _following(
     """Return the groups inside the heads of a group that are matched after it."""
     if "attention" not in problem.options.parts:
         return []
-    inside = [group for group in problem.symmetry.groups if group.within == heads]
-    return [group for group in inside if group.part == "attention"]
+    attention = (g for g in problem.symmetry.groups if g.part == "attention")
+    return [group for group in attention if group.within == heads]
 
 
 def _inside(
@@ -262,11 +263,10 @@ def _alike(
     No group inside the heads is matched.
     """
     shape = (action.groups, action.n, -1)
-    scores = []
-    for a, c in blocks:
-        clients = c.double().reshape(shape)
-        scores.append(a.double().reshape(shape) @ clients.mT)
-    return _assigned(summed(scores))
+    scores = summed(
+        a.double().reshape(shape) @ c.double().reshape(shape).mT for a, c in blocks
+    )
+    return _assigned(scores)
 
 
 def head_scores(
@@ -282,8 +282,7 @@ def head_scores(
     moves.
     """
     products = _products(alone, heads)
-    diagonals = (torch.diagonal(p, dim1=-2, dim2=-1) for p in products)
-    scores = summed(diagonal.sum(-1) for diagonal in diagonals)
+    scores = summed(torch.diagonal(p, dim1=-2, dim2=-1).sum(-1) for p in products)
     elements = {}
     for group in inside:
         evidence = group.every_pair()

@@ -14,10 +14,10 @@ from torch import Tensor
 from fedrot.matching.chance import beyond, least
 from fedrot.matching.pairs import Pairs, squared_distance
 from fedrot.matching.problem import Groups, Match, Problem, in_batches, solves
-from fedrot.matching.procrustes import best_orders, identity, polar, singular_values
+from fedrot.matching.procrustes import best_orders, polar, singular_values
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.actions import HeadRotation
-from fedrot.tensors import diagonal_blocks
+from fedrot.tensors import diagonal_blocks, identity
 
 #: An element must gain more than this share of ``|<I, M>|``; smaller gains are rounding
 #: errors.
@@ -96,7 +96,7 @@ class HeadSolver(ABC):
         return in_batches(
             groups,
             lambda group: group.action,
-            lambda _, members: self._batch(members, problem),
+            lambda members: self._batch(members, problem),
         )
 
     def ceiling(
@@ -131,24 +131,24 @@ class HeadSolver(ABC):
             weights.append(weight)
             crosses.append(cross)
         # One transfer from the device for all groups.
-        values = torch.stack(distances).tolist()
-        before = []
-        required = []
-        for group, value in zip(groups, values, strict=True):
-            distance = problem.finite(value, group)
-            before.append(distance)
-            required.append(least(problem, group, distance))
+        before = torch.stack(distances).tolist()
+        required = [
+            least(problem, group, problem.finite(distance, group))
+            for group, distance in zip(groups, before, strict=True)
+        ]
         cross = torch.stack(crosses)
         most = [torch.inf] * len(groups)
         ceiling = self.ceiling(action, cross) if any(required) else None
         if ceiling is not None:
             most = (2 * ceiling.sum(1)).tolist()
-        matches = []
         for i, needed in enumerate(required):
             # Groups that cannot be compared gain nothing.
             if needed == torch.inf:
                 most[i] = 0.0
-            matches.append(Match(None, before[i], before[i], most[i]))
+        matches = [
+            Match(None, distance, distance, gain)
+            for distance, gain in zip(before, most, strict=True)
+        ]
         # If chance is drawn later, a group may still be evidence for the others.
         needs = [max(needed, float_info.min) for needed in required]
         left = list(compress(range(len(groups)), beyond(most, needs)))
@@ -160,13 +160,13 @@ class HeadSolver(ABC):
         gains = self._gains(action, elements, cross)
         removed = self._gains(action, elements, torch.stack(weights)[left])
         traces = self.still(action, cross).sum(1).abs().tolist()
-        for place, i in enumerate(left):
+        rows = zip(left, elements, gains, removed, traces, strict=True)
+        for i, element, gain, decrease, trace in rows:
             distance = before[i]
-            gain = gains[place]
             matches[i] = Match(None, distance, distance)
-            if gain > MINIMUM_GAIN * traces[place]:
-                after = max(distance - removed[place], 0.0)
-                matches[i] = Match(elements[place], distance, after, gain)
+            if gain > MINIMUM_GAIN * trace:
+                after = max(distance - decrease, 0.0)
+                matches[i] = Match(element, distance, after, gain)
         return matches
 
     def _gains(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -21,9 +21,6 @@ from fedrot.tensors import Tensors, compute_dtype
 #: dtype.
 Pair = tuple[Tensor, Tensor]
 Pairs = Sequence[Pair]
-
-#: The shapes of tensors by name.
-Shapes = Mapping[str, tuple[int, ...]]
 
 #: By tensor and axis, which entries are on a slot, bool ``[length]``.
 Masks = dict[str, dict[int, Tensor]]
@@ -110,28 +107,18 @@ def norms(blocks: Iterable[Pair]) -> Tensor:
     return torch.stack(sizes).double().view(-1, 2)
 
 
-def distance_once(
-    slots: Iterable[Slot],
-    anchor: Tensors,
-    client: Tensors,
-) -> float:
-    """Return the squared distance of all entries on the slots, each counted once."""
-    return float(squared_distance(entries_once(slots, anchor, client)))
-
-
 def entries_once(
     slots: Iterable[Slot],
     anchor: Tensors,
     client: Tensors,
 ) -> Iterator[Pair]:
     """Yield all entries on the slots as pairs of blocks, each entry once."""
-    shapes = {name: tensor.shape for name, tensor in client.items()}
-    for name, by_axis in _masks(slots, shapes).items():
+    for name, by_axis in _masks(slots, client).items():
         c = client[name].detach()
         dtype = compute_dtype(c)
         a = anchor[name].detach().to(dtype)
         c = c.to(dtype)
-        if any(bool(mask.all()) for mask in by_axis.values()):
+        if any(mask.all() for mask in by_axis.values()):
             yield a, c
             continue
         for axis, mask in by_axis.items():
@@ -143,26 +130,27 @@ def entries_once(
 
 def count_once(
     slots: Iterable[Slot],
-    shapes: Shapes,
+    tensors: Tensors,
 ) -> int:
     """Return the number of entries on the slots, each entry counted once."""
     entries = 0
-    for name, by_axis in _masks(slots, shapes).items():
-        left = list(shapes[name])
+    for name, by_axis in _masks(slots, tensors).items():
+        shape = tensors[name].shape
+        left = list(shape)
         for axis, mask in by_axis.items():
             left[axis] -= int(mask.sum())
-        entries += math.prod(shapes[name]) - math.prod(left)
+        entries += math.prod(shape) - math.prod(left)
     return entries
 
 
 def _masks(
     slots: Iterable[Slot],
-    shapes: Shapes,
+    tensors: Tensors,
 ) -> Masks:
     """Return masks of the entries on any of the slots."""
     masks: Masks = defaultdict(dict)
     for slot in slots:
-        length = shapes[slot.tensor][slot.axis]
+        length = tensors[slot.tensor].shape[slot.axis]
         mask = slot.slice.mask(length)
         by_axis = masks[slot.tensor]
         if slot.axis in by_axis:

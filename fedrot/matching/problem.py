@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from fedrot.matching.pairs import (
     Pair,
     Pairs,
     T,
-    distance_once,
+    entries_once,
     moved_pairs,
     norms,
     pairs,
@@ -35,6 +35,8 @@ from fedrot.symmetry.groups import Group, Move, Symmetry, apply_moves
 from fedrot.tensors import Tensors, check_finite
 
 Groups = Sequence[Group]
+
+Result = TypeVar("Result")
 
 #: The factor of the weights' similarity, and the activations' term to add to it.
 Evidence = tuple[float, Tensor | None]
@@ -153,7 +155,8 @@ class Problem:
         Each entry is counted once.
         """
         slots = dict.fromkeys(slot for group in groups for slot in group.slots)
-        return distance_once(slots, self.anchor.tensors, self.client)
+        entries = entries_once(slots, self.anchor.tensors, self.client)
+        return float(squared_distance(entries))
 
     def objective(self, groups: Groups) -> float:
         """Return the solvers' objective.
@@ -277,21 +280,26 @@ def match_stage(
     Each solver gets all of its groups at once.
     """
     return in_batches(
-        groups, solver_of, lambda solver, members: solver(members, problem)
+        groups, solver_of, lambda members: solver_of(members[0])(members, problem)
     )
 
 
 def in_batches(
-    groups: Groups,
-    key: Callable[[Group], T],
-    match: Callable[[T, list[Group]], list[Match]],
-) -> list[Match]:
-    """Match the groups of each key together; return the matches in their order."""
-    batches: dict[T, list[Group]] = defaultdict(list)
-    for group in groups:
-        batches[key(group)].append(group)
-    matches: dict[str, Match] = {}
-    for shared, members in batches.items():
-        names = [group.name for group in members]
-        matches.update(zip(names, match(shared, members), strict=True))
-    return [matches[group.name] for group in groups]
+    items: Sequence[T],
+    key: Callable[[T], object],
+    solve: Callable[[list[T]], list[Result]],
+) -> list[Result]:
+    """Solve the items of each key together; return the results in the items' order."""
+    batches: dict[object, list[int]] = defaultdict(list)
+    for place, item in enumerate(items):
+        batches[key(item)].append(place)
+    results: dict[int, Result] = {}
+    for places in batches.values():
+        members = [items[place] for place in places]
+        results.update(zip(places, solve(members), strict=True))
+    return [results[place] for place in sorted(results)]
+
+
+def tensors_of(groups: Iterable[Group]) -> set[str]:
+    """Return the names of all tensors that groups act on."""
+    return {slot.tensor for group in groups for slot in group.slots}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedrot.errors import UpdateError
 from fedrot.matching.assignment import best_columns
+from fedrot.tensors import identity
 
 #: Accepted ``|R^T R - I|`` (Frobenius) of an iterated rotation; one more step leaves
 #: 3/4 of its square.
@@ -63,7 +64,7 @@ def _newton_schulz(m: Tensor) -> Tensor:
     x = m / bound[..., None, None]
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x.mT @ x
-        if bool((_residual(gram) <= RESIDUAL / 2).all()):
+        if (_residual(gram) <= RESIDUAL / 2).all():
             break
         batch = _batch(x)
         x = torch.baddbmm(
@@ -86,11 +87,6 @@ def _batch(m: Tensor) -> Tensor:
     return m.reshape(-1, *m.shape[-2:])
 
 
-def identity(like: Tensor) -> Tensor:
-    """Return the identity with the size, dtype and device of square matrices."""
-    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
-
-
 def singular_values(m: Tensor) -> Tensor:
     """Return the singular values of matrices ``[..., d, d]``, ``[..., d]``."""
     return torch.linalg.svdvals(_finite(m))
@@ -99,7 +95,7 @@ def singular_values(m: Tensor) -> Tensor:
 def _finite(m: Tensor) -> Tensor:
     """Return the matrices if they are finite."""
     # With others, LAPACK prints errors or never ends.
-    if not bool(torch.isfinite(m).all()):
+    if not torch.isfinite(m).all():
         raise UpdateError(
             "The similarity of the two models overflows. Check the client's training."
         )
@@ -118,6 +114,6 @@ def _polar_by_svd(m: Tensor) -> Tensor:
         for matrix in _batch(m).cpu().numpy():
             factors.append(scipy.linalg.svd(matrix, lapack_driver="gesvd"))
         lefts, _, rights = zip(*factors, strict=True)
-        u = torch.from_numpy(np.stack(lefts)).view(m.shape).to(m)
-        vh = torch.from_numpy(np.stack(rights)).view(m.shape).to(m)
+        stacks = (torch.from_numpy(np.stack(side)) for side in (lefts, rights))
+        u, vh = (stack.view(m.shape).to(m) for stack in stacks)
     return u @ vh

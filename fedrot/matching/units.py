@@ -18,7 +18,15 @@ from fedrot.matching.assignment import (
     row_distances,
 )
 from fedrot.matching.pairs import Pairs, by_sign
-from fedrot.matching.problem import COUPLED, Evidence, Groups, Match, Problem, solves
+from fedrot.matching.problem import (
+    COUPLED,
+    Evidence,
+    Groups,
+    Match,
+    Problem,
+    solves,
+    tensors_of,
+)
 from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.groups import Group, Move
 from fedrot.symmetry.signs import SignedPermutation
@@ -31,7 +39,7 @@ def match_units(
     problem: Problem,
 ) -> list[Match]:
     """Assign units, with signs if the action has signs."""
-    if groups and groups[0].part in COUPLED:
+    if groups[0].part in COUPLED:
         return _match_across_layers(groups, problem)
     return _match_neurons(groups, problem)
 
@@ -53,7 +61,7 @@ def _match_across_layers(
         element, gain = best_assignment(*scores)
         if element is not None:
             moved = problem.moved([Move(group, element)])
-            if len({slot.tensor for slot in group.slots}) < len(group.slots):
+            if len(tensors_of([group])) < len(group.slots):
                 gain = problem.objective([group]) - moved.objective([group])
             if gain > 0:
                 matches.append(Match(element, before, moved.total([group]), gain))

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fedrot.tensors import Shape
+from fedrot.tensors import Shape, identity
 
 
 class Action(Protocol):
@@ -218,7 +218,7 @@ class HeadRotation(InsideHeads):
 
     def on_fisher(self, element: Tensor) -> Tensor | None:
         ordered = ((element == 0) | (element.abs() == 1)).all()
-        return element.abs() if bool(ordered) else None
+        return element.abs() if ordered else None
 
     def moved(self, element: Tensor) -> Tensor:
         return _beyond_identity(element).amax(dim=(-2, -1)) > 1e-6
@@ -240,8 +240,7 @@ class HeadRotation(InsideHeads):
 
 def _beyond_identity(matrices: Tensor) -> Tensor:
     """Return the absolute differences to the identity."""
-    eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
-    return (matrices - eye).abs()
+    return (matrices - identity(matrices)).abs()
 
 
 def is_real(element: Tensor, shape: Shape) -> bool:

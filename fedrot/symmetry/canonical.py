@@ -11,6 +11,7 @@ from fedrot.errors import SymmetryError, UpdateError
 from fedrot.symmetry.groups import RedundantBias, Symmetry, check_symmetry
 from fedrot.symmetry.stream import Fold
 from fedrot.tensors import (
+    TensorDict,
     Tensors,
     along_axis,
     check_update,
@@ -20,7 +21,7 @@ from fedrot.tensors import (
 
 
 @full_float32()
-def canonical(tensors: Tensors, symmetry: Symmetry) -> dict[str, Tensor]:
+def canonical(tensors: Tensors, symmetry: Symmetry) -> TensorDict:
     """Return tensors of the same function in canonical form.
 
     * If the residual stream can be rotated (``symmetry.folds``), the gains of its norms
@@ -110,17 +111,17 @@ def _is_one(gain: Tensor) -> bool:
     return bool((gain == 1).all())
 
 
-def _fold(out: dict[str, Tensor], fold: Fold) -> None:
+def _fold(out: TensorDict, fold: Fold) -> None:
     """Fold a norm's gain into its readers' weights.
 
     Its bias is folded into their biases if all have one.
     """
-    biased = fold.bias != "" and bool(out[fold.bias].any())
-    if _is_one(out[fold.gain]) and not biased:
+    biased = fold.bias and out[fold.bias].any()
+    old_gain = out[fold.gain].detach()
+    if _is_one(old_gain) and not biased:
         return
-    dtype = compute_dtype(out[fold.gain])
-    gain = out[fold.gain].detach().to(dtype)
-    bias = out[fold.bias].detach().to(dtype) if fold.bias else None
+    gain = old_gain.to(compute_dtype(old_gain))
+    bias = out[fold.bias].detach().to(gain.dtype) if fold.bias else None
     for reader in fold.readers:
         weight = out[reader.weight].detach()
         # The copy is changed in place, so that a large table is not in memory twice.
@@ -134,7 +135,7 @@ def _fold(out: dict[str, Tensor], fold: Fold) -> None:
     if bias is not None and fold.holds_bias:
         out[fold.bias] = torch.zeros_like(out[fold.bias])
     elif bias is not None:
-        if bool(((gain == 0) & (bias != 0)).any()):
+        if ((gain == 0) & (bias != 0)).any():
             raise UpdateError(
                 f"The gain of the norm '{fold.gain}' cannot be folded: a unit has a "
                 "bias and a gain of 0, and a layer that reads the norm has no bias. "
@@ -143,16 +144,15 @@ def _fold(out: dict[str, Tensor], fold: Fold) -> None:
         # The readers multiply by the gain, so the bias is divided by it.
         left = torch.where(gain == 0, 0, bias / gain)
         out[fold.bias] = left.to(out[fold.bias].dtype)
-    out[fold.gain] = torch.ones_like(out[fold.gain])
+    out[fold.gain] = torch.ones_like(old_gain)
 
 
-def _drop(out: dict[str, Tensor], redundant: RedundantBias) -> None:
+def _drop(out: TensorDict, redundant: RedundantBias) -> None:
     """Set a redundant bias to 0, and add its effect to the output projection's bias."""
     name = redundant.bias.tensor
-    entries = redundant.bias.slice
     before = out[name]
     after = before.detach().clone()
-    entries.write(after, 0, torch.zeros_like(entries.of(after, 0)))
+    redundant.bias.slice.view(after, 0).zero_()
     out[name] = after
     if redundant.read is None:
         return

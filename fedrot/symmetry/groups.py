@@ -11,12 +11,8 @@ from torch import Tensor
 
 from fedrot.errors import SymmetryError
 from fedrot.symmetry.actions import Action
-from fedrot.symmetry.stream import Fold, StreamRotation
-from fedrot.tensors import Shape, Tensors, compute_dtype, full_float32
-
-#: The names of the parts of a model that can be moved, for ``AlignmentOptions`` and
-#: ``random_equivalent``. Plug-ins add theirs.
-PARTS = ["residual", "output", "heads", "attention", "ffn"]
+from fedrot.symmetry.stream import Fold, Place, StreamRotation
+from fedrot.tensors import Shapes, TensorDict, Tensors, compute_dtype, full_float32
 
 #: The parts that are moved by default.
 DEFAULT_PARTS = ("attention", "ffn")
@@ -24,11 +20,18 @@ DEFAULT_PARTS = ("attention", "ffn")
 #: Every isometric part, for models of different initialisations.
 WHOLE_MODEL = ("residual", "output", "heads", "attention", "ffn")
 
+#: The names of the parts of a model that can be moved, for ``AlignmentOptions`` and
+#: ``random_equivalent``. Plug-ins add theirs.
+PARTS = [*WHOLE_MODEL]
+
 #: The ``layer`` of groups that belong to no single layer.
 NO_LAYER = -1
 
 #: Sets of names of tensors that share storage.
 Ties = tuple[tuple[str, ...], ...]
+
+#: Why a part cannot be moved, or a stream cannot be rotated, by its name.
+Reasons = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,10 @@ class Group:
     within: str = ""
 
 
+#: Groups in the order in which their elements are applied.
+Groups = tuple[Group, ...]
+
+
 @dataclass(frozen=True)
 class RedundantBias:
     """An attention bias that can be 0 without changing the function.
@@ -156,7 +163,7 @@ class RedundantBias:
     @property
     def tensors(self) -> set[str]:
         """The names of all tensors that are read or changed when it is dropped."""
-        read = self.read.tensor if self.read is not None else ""
+        read = self.read.tensor if self.read else ""
         return {self.bias.tensor, self.taken_up, read} - {""}
 
 
@@ -181,14 +188,14 @@ class Symmetry:
 
     family: str
     layers: int
-    groups: tuple[Group, ...] = field(repr=False)
-    shapes: dict[str, Shape] = field(repr=False)
+    groups: Groups = field(repr=False)
+    shapes: Shapes = field(repr=False)
     tied: Ties = ()
-    refused: dict[str, str] = field(default_factory=dict)
+    refused: Reasons = field(default_factory=dict)
     redundant_biases: tuple[RedundantBias, ...] = field(default=(), repr=False)
     folds: tuple[Fold, ...] = field(default=(), repr=False)
-    centred: tuple[tuple[str, int], ...] = field(default=(), repr=False)
-    unfolded: dict[str, str] = field(default_factory=dict)
+    centred: tuple[Place, ...] = field(default=(), repr=False)
+    unfolded: Reasons = field(default_factory=dict)
     rotates: bool = False
 
     @cached_property
@@ -233,9 +240,8 @@ class Symmetry:
 
         They are embeddings that also read a norm.
         """
-        readers = self.readers
         return tuple(
-            names for names in self.tied if 0 < len(readers & {*names}) < len(names)
+            tie for tie in self.tied if 0 < len(self.readers & {*tie}) < len(tie)
         )
 
     @cached_property
@@ -262,9 +268,7 @@ class Symmetry:
                     chosen |= connected
         return self.restricted(chosen)
 
-    def restricted(
-        self, names: Collection[str], groups: tuple[Group, ...] = ()
-    ) -> Symmetry:
+    def restricted(self, names: Collection[str], groups: Groups = ()) -> Symmetry:
         """Return the symmetry of some tensors only, with these groups.
 
         ``names`` must contain all tensors of a fold or of a redundant bias, or none of
@@ -285,7 +289,7 @@ class Symmetry:
 
     def select(
         self, parts: Sequence[str], layers: tuple[int, ...] | None = None
-    ) -> tuple[Group, ...]:
+    ) -> Groups:
         """Return the groups of parts and layers (all layers if None), in order.
 
         Groups of the whole model are selected by part only.
@@ -299,10 +303,10 @@ class Symmetry:
                     f"Part '{part}' cannot be moved: {self.refused[part]} Leave "
                     f"'{part}' out of the parts."
                 )
-        groups = tuple(group for group in self.groups if group.part in parts)
-        if layers is None:
-            return groups
-        return tuple(group for group in groups if group.layer in (NO_LAYER, *layers))
+        groups = (group for group in self.groups if group.part in parts)
+        if layers is not None:
+            groups = (group for group in groups if group.layer in (NO_LAYER, *layers))
+        return tuple(groups)
 
 
 def check_symmetry(symmetry: object) -> None:
@@ -340,7 +344,7 @@ class Move:
 
 
 @full_float32()
-def apply_moves(tensors: Tensors, moves: Iterable[Move]) -> dict[str, Tensor]:
+def apply_moves(tensors: Tensors, moves: Iterable[Move]) -> TensorDict:
     """Return the tensors with the moves applied in order; untouched ones are shared."""
     out = dict(tensors)
     with torch.no_grad():

@@ -15,6 +15,7 @@ from fedrot.symmetry.describe.family import Config, Family
 from fedrot.symmetry.describe.layers import Block
 from fedrot.symmetry.describe.spaces import (
     Axes,
+    Norms,
     Space,
     merged,
     read_to_the_end,
@@ -24,17 +25,21 @@ from fedrot.symmetry.describe.spaces import (
 from fedrot.symmetry.groups import (
     NO_LAYER,
     Group,
+    Reasons,
     Slice,
     Slot,
     Symmetry,
     Ties,
 )
 from fedrot.symmetry.signs import SignedPermutation
-from fedrot.symmetry.stream import Fold, folds_of, without_mean
+from fedrot.symmetry.stream import Fold, Place, folds_of, without_mean
 from fedrot.tensors import Shapes, Tensors, unusable
 
 #: A state dict, or the shapes of one.
 TensorsOrShapes = Tensors | Mapping[str, Sequence[int]]
+
+#: The model's names, by the names without wrappers' pieces, and without prefix.
+RealNames = dict[str, str]
 
 #: Prefix for a tensor outside the encoder whose module has the name of a module of the
 #: encoder. No family has this prefix, so the tensor is not in the description.
@@ -75,58 +80,49 @@ def resolve(
     prefix = _prefix(family, unwrapped, families)
     names = _without_prefix(unwrapped, prefix, family.encoder)
     body, outside = _described(family, settings, names)
-    layers = body.layers
     moved = [slot.tensor for group in body.groups for slot in group.slots]
     moved += [bias.taken_up for bias in body.redundant_biases if bias.taken_up]
     for name in moved:
         if name not in names:
             raise SymmetryError(
                 f"The tensor '{prefix}{name}' of family '{family.name}' is missing. "
-                f"Pass the complete state dict of a model with {layers} layers."
+                f"Pass the complete state dict of a model with {body.layers} layers."
             )
-    described = merged(body.axes, outside)
-    unplaced = [name for name in names if name not in described]
+    unplaced = [x for x in names if x not in body.axes and x not in outside]
     stacks = tuple(f"{stack}." for stack in family.stacks)
     for name in unplaced:
         if name.startswith(stacks):
             raise SymmetryError(_unplaced(names[name], family, families))
-    absent = (name for name in body.axes if name not in names)
     # Biases are optional: many configurations leave them out.
-    missing = [name for name in absent if not name.endswith(".bias")]
+    missing = [
+        name for name in body.axes if name not in names and not name.endswith(".bias")
+    ]
     inside = _renamed(body, names)
     heads = _axes_in(outside, names)
     across, refused = _across_layers(inside.axes, heads, shapes, family.spaces)
     refused |= body.refused
     refused |= _refusals([names[name] for name in unplaced], missing)
     allowed = (group for group in across if group.part not in refused)
-    groups = (*allowed, *inside.groups)
-    axes = merged(inside.axes, heads)
-    folds, centred, unfolded = _foldable(groups, axes, inside.norms)
-    _check_slots(groups, tensors, shapes, family)
-    tied = tied_tensors(tensors)
-    _check_ties(groups, tied, family)
-    return Symmetry(
+    symmetry = Symmetry(
         family.name,
-        layers,
-        groups,
+        body.layers,
+        (*allowed, *inside.groups),
         shapes,
-        tied=tied,
+        tied=tied_tensors(tensors),
         refused=refused,
         redundant_biases=inside.redundant_biases,
-        folds=folds,
-        centred=centred,
-        unfolded=unfolded,
     )
+    _check_slots(symmetry, tensors)
+    _check_ties(symmetry)
+    return _with_folds(symmetry, merged(inside.axes, heads), inside.norms)
 
 
-def _foldable(
-    groups: Sequence[Group], axes: Axes, norms: Mapping[str, tuple[str, ...]]
-) -> tuple[tuple[Fold, ...], tuple[tuple[str, int], ...], dict[str, str]]:
-    """Return the norms to fold, the axes to centre, and why other streams have none."""
+def _with_folds(symmetry: Symmetry, axes: Axes, norms: Norms) -> Symmetry:
+    """Return the symmetry with the norms to fold, and why other streams have none."""
     folds: list[Fold] = []
-    centred: list[tuple[str, int]] = []
-    unfolded: dict[str, str] = {}
-    for group in groups:
+    centred: list[Place] = []
+    unfolded: Reasons = {}
+    for group in symmetry.groups:
         if group.part != "residual":
             continue
         norms_or_reason = folds_of(group.name, axes, norms)
@@ -138,15 +134,17 @@ def _foldable(
         if not isinstance(group.action, SignedPermutation):
             places = ((slot.tensor, slot.axis) for slot in group.slots)
             centred += without_mean(places, norms_or_reason)
-    return tuple(folds), tuple(centred), unfolded
+    return replace(
+        symmetry, folds=tuple(folds), centred=tuple(centred), unfolded=unfolded
+    )
 
 
-def _axes_in(axes: Axes, names: Mapping[str, str]) -> Axes:
+def _axes_in(axes: Axes, names: RealNames) -> Axes:
     """Return the axes of the tensors that the model has, by the model's names."""
     return {names[name]: spaces for name, spaces in axes.items() if name in names}
 
 
-def _renamed(body: Block, names: Mapping[str, str]) -> Block:
+def _renamed(body: Block, names: RealNames) -> Block:
     """Return the body with the model's names, without tensors that the model lacks."""
 
     def real(slot: Slot) -> Slot:
@@ -161,7 +159,7 @@ def _renamed(body: Block, names: Mapping[str, str]) -> Block:
     norms = {}
     for module, weights in body.norms.items():
         gain = names.get(f"{module}.weight")
-        if gain is not None:
+        if gain:
             norms[gain] = tuple(names[name] for name in weights if name in names)
     axes = _axes_in(body.axes, names)
     return Block(tuple(groups), axes, tuple(biases), norms=norms)
@@ -188,22 +186,20 @@ def _described(
 
 def _across_layers(
     body: Axes, task_heads: Axes, shapes: Shapes, spaces: Mapping[str, Space]
-) -> tuple[list[Group], dict[str, str]]:
+) -> tuple[list[Group], Reasons]:
     """Return a group for every space that may be moved, and the refused parts."""
-    axes_of = merged(body, task_heads)
     streams = spaces_of(body)
     slots: dict[str, list[Slot]] = defaultdict(list)
-    refused: dict[str, str] = {}
-    for name, axes in axes_of.items():
+    refused: Reasons = {}
+    for name, axes in merged(body, task_heads).items():
         shape = shapes[name]
         fits = len(axes) == len(shape)
         for axis, entry in enumerate(axes if fits else ()):
-            if entry is None:
-                continue
-            members = slots[space_of(entry)]
-            whole = Slice(0, shape[axis])
-            members.append(Slot(name, axis, whole, unsigned=entry.startswith("|")))
-            fits &= whole == members[0].slice
+            if entry:
+                members = slots[space_of(entry)]
+                whole = Slice(0, shape[axis])
+                members.append(Slot(name, axis, whole, unsigned=entry.startswith("|")))
+                fits &= whole == members[0].slice
         if not fits:
             reason = (
                 f"the tensor '{name}' of shape {list(shape)} does not fit other "
@@ -228,7 +224,7 @@ def _across_layers(
     return groups, refused
 
 
-def _refusals(unplaced: Sequence[str], missing: Sequence[str]) -> dict[str, str]:
+def _refusals(unplaced: Sequence[str], missing: Sequence[str]) -> Reasons:
     """Return why parts across layers cannot be moved because of these tensors."""
     if unplaced:
         reason = (
@@ -270,9 +266,9 @@ def family_of(
     )
 
 
-def _unwrapped(shapes: Shapes) -> dict[str, str]:
+def _unwrapped(shapes: Shapes) -> RealNames:
     """Return the model's names by the names without the pieces of wrappers."""
-    names: dict[str, str] = {}
+    names: RealNames = {}
     for name in shapes:
         if _ADAPTERS.search(name):
             raise SymmetryError(
@@ -292,8 +288,8 @@ def _unwrapped(shapes: Shapes) -> dict[str, str]:
 
 
 def _without_prefix(
-    names: Mapping[str, str], prefix: str, encoder: Collection[str]
-) -> dict[str, str]:
+    names: RealNames, prefix: str, encoder: Collection[str]
+) -> RealNames:
     """Return the model's names by the family's, which have no prefix ``bert.``."""
     outer = prefix.rstrip(".").rpartition(".")[0]
     real_names = {}
@@ -307,14 +303,12 @@ def _without_prefix(
     return real_names
 
 
-def _prefix(
-    family: Family, names: Mapping[str, str], families: Sequence[Family]
-) -> str:
+def _prefix(family: Family, names: RealNames, families: Sequence[Family]) -> str:
     """Return the prefix of the names of the family's stacks."""
     stacks = "|".join(map(re.escape, family.stacks))
     layer = re.compile(rf"((?:.+\.)?)(?:{stacks})\.\d+\.")
     matches = filter(None, map(layer.match, names))
-    prefixes = sorted({match.group(1) for match in matches})
+    prefixes = sorted({match[1] for match in matches})
     if not prefixes:
         first = next(iter(names.values()), "(no tensors)")
         raise SymmetryError(
@@ -342,50 +336,49 @@ def model_types(families: Sequence[Family]) -> tuple[str, ...]:
     return tuple(name for family in families for name in family.model_types)
 
 
-def _check_slots(
-    groups: Sequence[Group], tensors: TensorsOrShapes, shapes: Shapes, family: Family
-) -> None:
+def _check_slots(symmetry: Symmetry, tensors: TensorsOrShapes) -> None:
     """Raise ``SymmetryError`` if a tensor has another size or is quantised."""
-    ends: dict[tuple[str, int], int] = defaultdict(int)
-    for slot in (slot for group in groups for slot in group.slots):
-        place = (slot.tensor, slot.axis)
-        ends[place] = max(ends[place], slot.slice.stop)
-        tensor = tensors[slot.tensor]
-        if isinstance(tensor, Tensor) and tensor.dtype not in _MOVABLE:
-            raise SymmetryError(
-                f"The tensor '{slot.tensor}' is {tensor.dtype}: quantised weights "
-                "cannot be moved. Load the model without quantisation, or dequantise "
-                "it (transformers: model.dequantize())."
-            )
+    ends: dict[Place, int] = defaultdict(int)
+    for group in symmetry.groups:
+        for slot in group.slots:
+            place = (slot.tensor, slot.axis)
+            ends[place] = max(ends[place], slot.slice.stop)
+            tensor = tensors[slot.tensor]
+            if isinstance(tensor, Tensor) and tensor.dtype not in _MOVABLE:
+                raise SymmetryError(
+                    f"The tensor '{slot.tensor}' is {tensor.dtype}: quantised weights "
+                    "cannot be moved. Load the model without quantisation, or "
+                    "dequantise it (transformers: model.dequantize())."
+                )
     for (name, axis), end in ends.items():
-        shape = shapes[name]
+        shape = symmetry.shapes[name]
         if axis >= len(shape) or shape[axis] != end:
             raise SymmetryError(
                 f"The tensor '{name}' has shape {list(shape)}, but family "
-                f"'{family.name}' with this config needs length {end} on axis {axis}. "
-                "Check that config and tensors belong together."
+                f"'{symmetry.family}' with this config needs length {end} on axis "
+                f"{axis}. Check that config and tensors belong together."
             )
 
 
 def tied_tensors(tensors: TensorsOrShapes) -> Ties:
     """Return the sets of names whose tensors share storage; empty for shapes."""
-    places: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    places: dict[object, list[str]] = defaultdict(list)
     for name, x in tensors.items():
         if isinstance(x, Tensor) and not x.is_meta and x.numel():
-            places[x.data_ptr(), x.dtype, tuple(x.shape), x.stride()].append(name)
+            places[x.data_ptr(), x.dtype, x.shape, x.stride()].append(name)
     return tuple(tuple(names) for names in places.values() if len(names) > 1)
 
 
-def _check_ties(groups: Sequence[Group], tied: Ties, family: Family) -> None:
+def _check_ties(symmetry: Symmetry) -> None:
     """Raise ``SymmetryError`` if tensors that share storage would move differently."""
     moves: dict[str, set[object]] = defaultdict(set)
-    for group in groups:
+    for group in symmetry.groups:
         for slot in group.slots:
             moves[slot.tensor].add((group.name, replace(slot, tensor="")))
-    for names in tied:
+    for names in symmetry.tied:
         if any(moves[name] != moves[names[0]] for name in names):
             raise SymmetryError(
-                f"The tensors {list(names)} share storage, but family '{family.name}' "
-                "would move them separately. Models with shared layers need a family "
-                "of their own."
+                f"The tensors {list(names)} share storage, but family "
+                f"'{symmetry.family}' would move them separately. Models with shared "
+                "layers need a family of their own."
             )

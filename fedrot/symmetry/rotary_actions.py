@@ -78,15 +78,14 @@ class RotaryPhases(_Rotary):
         return -element
 
     def random(self, generator: torch.Generator) -> Tensor:
-        shape = self.frequencies
-        uniform = torch.rand(shape, generator=generator, dtype=torch.float64)
+        uniform = torch.rand(self.frequencies, generator=generator, dtype=torch.float64)
         return torch.pi * (2 * uniform - 1)
 
     def compose(self, second: Tensor, first: Tensor) -> Tensor:
         return second + first
 
     def on_fisher(self, element: Tensor) -> Tensor | None:
-        still = bool((element.sin().abs() <= 1e-12).all())
+        still = (element.sin().abs() <= 1e-12).all()
         return torch.zeros_like(element) if still else None
 
     def moved(self, element: Tensor) -> Tensor:

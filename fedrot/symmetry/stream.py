@@ -9,7 +9,7 @@ the weights that write the stream are centred, and ``Q`` must keep the vector of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from fedrot.symmetry.actions import HeadRotation
-from fedrot.symmetry.describe.spaces import Axes, read
+from fedrot.symmetry.describe.spaces import Axes, Norms, read
+
+#: A tensor's name and one of its axes.
+Place = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,7 @@ class Fold:
         return all(reader.bias for reader in self.readers)
 
 
-def folds_of(
-    space: str, axes: Axes, norms: Mapping[str, tuple[str, ...]]
-) -> tuple[Fold, ...] | str:
+def folds_of(space: str, axes: Axes, norms: Norms) -> tuple[Fold, ...] | str:
     """Return the norms of a stream, or the reason why it cannot be rotated.
 
     Args:
@@ -141,25 +142,22 @@ def folds_of(
     last = [gain for gain in gains if not norms[gain]]
     if rest and len(last) != 1:
         return f"'{rest[0]}' reads the stream without a norm"
-
-    def reader(name: str) -> NormReader:
-        return NormReader(name, reading[name], _bias_beside(name, axes))
-
     folds = []
     for gain in gains:
-        readers = tuple(map(reader, norms[gain] or rest))
-        folds.append(Fold(space, gain, _bias_beside(gain, axes), readers))
+        readers = (
+            NormReader(name, reading[name], _bias_beside(name, axes))
+            for name in norms[gain] or rest
+        )
+        folds.append(Fold(space, gain, _bias_beside(gain, axes), tuple(readers)))
     return tuple(folds)
 
 
-def without_mean(
-    places: Iterable[tuple[str, int]], folds: Sequence[Fold]
-) -> Iterator[tuple[str, int]]:
+def without_mean(places: Iterable[Place], folds: Sequence[Fold]) -> Iterator[Place]:
     """Yield the places on a stream under LayerNorm that may be centred.
 
-    A place is a tensor's name and an axis. Weights that write the stream may be
-    centred, because LayerNorm removes the mean of its input. Weights that read the norm
-    may be centred if its bias is folded: its output then has mean 0.
+    Weights that write the stream may be centred, because LayerNorm removes the mean of
+    its input. Weights that read the norm may be centred if its bias is folded: its
+    output then has mean 0.
     """
     kept = {name for fold in folds for name in (fold.gain, fold.bias)}
     for fold in folds:

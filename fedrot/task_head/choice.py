@@ -50,7 +50,7 @@ class Candidate(Generic[B]):
         return not math.isnan(self.shrinkage)
 
 
-def with_fitted_heads(
+def with_fitted_task_heads(
     like: Candidate[B],
     sums: ClassSums,
     shrinkages: Sequence[float],

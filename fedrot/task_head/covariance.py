@@ -18,8 +18,7 @@ ROUNDING32 = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class ShrunkCovariance:
-    """A covariance ``S`` of features, shrunk to ``S_a = (1 - a) S + a s I``, to be
-    inverted.
+    """A covariance ``S`` of features, shrunk to ``S_a = (1 - a) S + a s I``.
 
     Attributes:
         values: eigenvalues of ``S``, float64 ``[inputs]``.
@@ -77,9 +76,7 @@ class ShrunkCovariance:
 
 
 def check_regular(shares: Tensor) -> None:
-    """Raise ``UpdateError`` if the smallest shares of covariances are rounding
-    errors.
-    """
+    """Raise ``UpdateError`` if shares of covariances are rounding errors."""
     if not bool((shares > ROUNDING).all()):
         raise UpdateError(
             "The covariance of the features is singular: raise the shrinkage, or "

@@ -1,5 +1,4 @@
-"""The last layer of a classifier, fitted at the server in closed form from sums that
-clients send.
+"""The last layer of a classifier, fitted in closed form to sums of clients.
 
 The layer is a linear discriminant analysis (or ridge regression) of its own inputs over
 the rows of all clients. Sources: Luo et al., "No Fear of Heterogeneity" (CCVR, NeurIPS

@@ -48,8 +48,7 @@ def task_head_of(config: object, tensors: TensorsOrShapes) -> str:
 
 
 def adapter_task_head_of(tensors: TensorsOrShapes) -> str:
-    """Return the name of the task head that a PEFT adapter's clients train
-    (``modules_to_save``).
+    """Return the name of a PEFT adapter's task head, one of its ``modules_to_save``.
 
     Args:
         tensors: the adapter's tensors, or their shapes.

@@ -29,8 +29,9 @@ Layer = tuple[Tensor, Tensor]
 
 
 class OutputKind(ABC):
-    """One kind of outputs; ``counts`` ``[k]`` and ``sums`` ``[k, inputs]`` are those of
-    ``fedrot.task_head.ClassSums``.
+    """One kind of a classifier's outputs.
+
+    ``counts`` ``[k]`` and ``sums`` ``[k, inputs]`` are those of ``ClassSums``.
 
     Attributes:
         centres: the sums whose means are subtracted from the features in covariances.
@@ -54,9 +55,7 @@ class OutputKind(ABC):
 
     @abstractmethod
     def absent(self, counts: Tensor) -> Tensor:
-        """Return the outputs of which rows with such counts tell nothing, bool
-        ``[outputs]``.
-        """
+        """Return the outputs of which rows tell nothing, bool ``[outputs]``."""
 
     @abstractmethod
     def targets(self, labels: Tensor, outputs: int) -> Tensor:
@@ -89,15 +88,15 @@ class OutputKind(ABC):
 
     @abstractmethod
     def loss(self, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-        """Return the loss of every row ``[heads, rows]`` of logits ``[heads, rows,
-        outputs]``.
+        """Return the losses of rows, ``[heads, rows]``.
+
+        Args:
+            logits: ``[heads, rows, outputs]``.
         """
 
     @abstractmethod
     def right(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return which rows are predicted as they are labelled, bool ``[heads,
-        rows]``.
-        """
+        """Return which rows are predicted as labelled, bool ``[heads, rows]``."""
 
 
 class _ValuePerOutput(OutputKind):
@@ -343,8 +342,7 @@ def usual_problem_type(outputs: int) -> str:
 
 
 def problem_type_of(config: object, problem_type: str | None = None) -> str:
-    """Return a ``problem_type``: the given one, or that of a transformers
-    configuration.
+    """Return a ``problem_type``, by default that of a transformers configuration.
 
     Without either it is a regression for one output, else one class a row. Example:
     ``problem_type_of(model.config)``.

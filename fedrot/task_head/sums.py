@@ -162,9 +162,7 @@ class ClassSums:
 
     @property
     def absent(self) -> Tensor:
-        """Outputs of which the rows tell nothing, bool ``[outputs]``: classes or labels
-        without rows.
-        """
+        """Outputs of which the rows tell nothing, bool ``[outputs]``."""
         return self.kind.absent(self.counts)
 
     def check_within(self, largest: Tensor) -> None:
@@ -179,14 +177,16 @@ class ClassSums:
             )
 
     def means(self) -> Tensor:
-        """Return the classes' means ``[classes, inputs]``, 0 without rows; else that of
-        all rows.
+        """Return the means that covariances leave out, ``[classes, inputs]``.
+
+        Those of classes, 0 without rows; of other kinds the mean of all rows.
         """
         return class_means(self.counts[self.kind.centres], self.sums[self.kind.centres])
 
     def within(self) -> Tensor:
-        """Return the covariance inside the classes, or of all rows, float64 ``[inputs,
-        inputs]``.
+        """Return the covariance inside the classes, or of all rows.
+
+        float64 ``[inputs, inputs]``.
         """
         means = self.means()
         counts = self.counts[self.kind.centres]
@@ -212,8 +212,11 @@ def class_means(counts: Tensor, sums: Tensor) -> Tensor:
 
 
 def from_triangle(triangle: Tensor, size: int, added: Tensor | float = 0.0) -> Tensor:
-    """Return the symmetric matrix ``[size, size]`` with an upper triangle, and another
-    one added to it.
+    """Return the symmetric matrix with an upper triangle, added to another one.
+
+    Args:
+        triangle: ``[size (size + 1) / 2]``.
+        added: ``[size, size]``, or a number.
     """
     upper = torch.zeros(size, size, dtype=triangle.dtype)
     upper[*torch.triu_indices(size, size)] = triangle

@@ -113,8 +113,9 @@ class Votes:
         return centre(values, self.weights)
 
     def change(self, new: Tensor, old: Tensor) -> Tensor:
-        """Return the centre of the changes from ``old`` losses of clients, within the
-        range of these.
+        """Return the centre of the changes of clients from ``old`` losses.
+
+        A change counts up to ``LEAST_RANGE`` more than the centre of the old ones.
         """
         return self.centre(self._clipped(new, old))
 
@@ -136,8 +137,9 @@ class Votes:
         return self.means(model)[:, self.temperature(model)]
 
     def losses(self, model: Hashable) -> tuple[float, float, float]:
-        """Return the loss of the old model, of it at its best temperature, and of a
-        model at its own.
+        """Return the losses of the old model, of it calibrated, and of a model.
+
+        Calibrated is at its best temperature; the model is, too.
         """
         uncalibrated = self.means(self._old)[:, ONE]
         first = float(self.centre(uncalibrated))

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import click
-import typer
 from pydantic import ValidationError
 from rich.console import Console
 from rich.segment import Segment
+from typer import Exit, Option, Typer
 from typer.core import TyperCommand
 
 import fedrot
@@ -44,7 +44,7 @@ INTERRUPTED = 130
 Function = Callable[..., None]
 
 #: Help is plain text: markup would drop brackets, and panels would not fit a screen.
-app = typer.Typer(
+app = Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -55,16 +55,14 @@ app = typer.Typer(
 def _version(asked: bool) -> None:
     if asked:
         say(f"fedrot {fedrot.__version__}")
-        raise typer.Exit
+        raise Exit
 
 
 @app.callback()
 def _options(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=_version, is_eager=True, help="Show the version."
-        ),
+        Option("--version", callback=_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Which average of your clients' models helps? Averages of transformers,
@@ -85,35 +83,35 @@ class _Command(TyperCommand):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (typer.Exit, click.ClickException):
+        except (Exit, click.ClickException):
             raise
         except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
+            raise Exit(INTERRUPTED) from None
         except ModuleNotFoundError as error:
             name = error.name or ""
             if name.startswith("fedrot."):
                 raise
             reason = f"This command needs {name}. {INSTALL}" if name else error
             complain_in_red(f"Error: {reason}")
-            raise typer.Exit(BAD_INPUT) from None
+            raise Exit(BAD_INPUT) from None
         except ValidationError as error:
             for detail in error.errors():
                 where = ".".join(map(str, detail["loc"])) or "the settings"
                 reason = detail["msg"].removeprefix("Value error, ")
                 complain_in_red(f"Error in {where}: {reason}")
-            raise typer.Exit(BAD_INPUT) from None
+            raise Exit(BAD_INPUT) from None
         except RuntimeError as error:
             complain_in_red(f"Error: {error}")
-            raise typer.Exit(FAILED) from None
+            raise Exit(FAILED) from None
         except (OSError, ValueError) as error:
             reason = str(error)
             if isinstance(error, OSError) and error.filename is not None:
                 reason = f"'{error.filename}': {error.strerror}."
             complain_in_red(f"Error: {reason}")
-            raise typer.Exit(BAD_INPUT) from None
+            raise Exit(BAD_INPUT) from None
 
 
-def command(app: typer.Typer, *lines: str) -> Callable[[Function], Function]:
+def command(app: Typer, *lines: str) -> Callable[[Function], Function]:
     """Register a function as a command of ``app``.
 
     Its help ends with these example command lines.

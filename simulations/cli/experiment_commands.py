@@ -8,7 +8,7 @@ from inspect import Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from fedrot._io import replacing
 from fedrot.simulations.cli.commands import (
@@ -41,8 +41,13 @@ def _with_fields(function: Function) -> Function:
     for name in _FIELDS.split():
         field = Experiment.model_fields[name]
         kind: Any = field.annotation if field.annotation in (int, Path | None) else str
-        annotation = Annotated[kind | None, typer.Option(help=field.description)]
-        options.append(out.replace(name=name, default=None, annotation=annotation))
+        options.append(
+            out.replace(
+                name=name,
+                default=None,
+                annotation=Annotated[kind | None, Option(help=field.description)],
+            )
+        )
     function.__dict__["__signature__"] = Signature([file, out, *options, *others])
     return function
 
@@ -59,19 +64,19 @@ _SET = "Any other setting (docs/reference/settings.md); repeatable."
 )
 @_with_fields
 def simulate(
-    file: Annotated[Path | None, typer.Argument(hidden=True)] = None,
+    file: Annotated[Path | None, Argument(hidden=True)] = None,
     *,
     out: Annotated[
-        Path, typer.Option(help="Folder for results; what it has is not run again.")
+        Path, Option(help="Folder for results; what it has is not run again.")
     ],
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; default: one per core.")
+        int | None, Option(min=1, help="Processes; default: one per core.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, run nothing.")
+        bool, Option("--dry-run", help="Check everything, run nothing.")
     ] = False,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=_SET)
+        list[str] | None, Option("--set", metavar="NAME=VALUE", help=_SET)
     ] = None,
     **fields: Any,
 ) -> None:
@@ -118,7 +123,7 @@ def _add_settings(values: dict[str, Any], settings: Iterable[str]) -> None:
 
 
 @command(app, "fedrot flower-app my-app")
-def flower_app(folder: Annotated[Path, typer.Argument(hidden=True)]) -> None:
+def flower_app(folder: Annotated[Path, Argument(hidden=True)]) -> None:
     """Write a Flower app to a new FOLDER; it runs a comparison in your own federation,
     with flwr run.
     """
@@ -138,9 +143,9 @@ def flower_app(folder: Annotated[Path, typer.Argument(hidden=True)]) -> None:
     "fedrot report alignment.jsonl --verify runs/tuesday",
 )
 def report(
-    run_or_file: Annotated[Path, typer.Argument(hidden=True)],
+    run_or_file: Annotated[Path, Argument(hidden=True)],
     verify: Annotated[
-        Path | None, typer.Option(help="Checkpoints, to compare with hashes.")
+        Path | None, Option(help="Checkpoints, to compare with hashes.")
     ] = None,
 ) -> None:
     """Write the page of a run folder, or of a strategy's file of rows; or verify

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.markup import escape
+from typer import Argument, Exit, Option
 
 from fedrot.errors import FedrotError, SymmetryError
 from fedrot.simulations.cli.commands import (
@@ -22,32 +22,28 @@ from fedrot.simulations.cli.commands import (
 
 @command(app, "fedrot merge models/a models/b --out models/merged --data own.csv")
 def merge(
-    models: Annotated[list[str], typer.Argument(hidden=True)],
+    models: Annotated[list[str], Argument(hidden=True)],
     *,
     out: Annotated[
-        Path | None, typer.Option(help="A new or empty folder; default: none.")
+        Path | None, Option(help="A new or empty folder; default: none.")
     ] = None,
     parts: Annotated[
-        str | None, typer.Option(help="whole, none, attention+ffn or diagnosed.")
+        str | None, Option(help="whole, none, attention+ffn or diagnosed.")
     ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="Such as 1,3; default: equal.")
-    ] = None,
+    weights: Annotated[str | None, Option(help="Such as 1,3; default: equal.")] = None,
     allow: Annotated[
-        list[str] | None, typer.Option(help="A field that may differ; repeatable.")
+        list[str] | None, Option(help="A field that may differ; repeatable.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Evaluate on a file, folder or hub name.")
+        str | None, Option(help="Evaluate on a file, folder or hub name.")
     ] = None,
-    text_column: Annotated[
-        str | None, typer.Option(help="Text, words or image.")
-    ] = None,
-    label_column: Annotated[str | None, typer.Option(help="Label or tags.")] = None,
+    text_column: Annotated[str | None, Option(help="Text, words or image.")] = None,
+    label_column: Annotated[str | None, Option(help="Label or tags.")] = None,
     fit_head: Annotated[
-        bool, typer.Option("--fit-head", help="Fit the task head to the data.")
+        bool, Option("--fit-head", help="Fit the task head to the data.")
     ] = False,
     rank: Annotated[
-        int | None, typer.Option(min=1, help="Of adapters; default: the largest.")
+        int | None, Option(min=1, help="Of adapters; default: the largest.")
     ] = None,
 ) -> None:
     """Diagnose, align and average saved MODELS: folders, hub names, LoRA adapters."""
@@ -99,7 +95,7 @@ def _weights(text: str | None, count: int) -> list[float]:
             weights = [float(number) for number in text.split(",")]
         except ValueError:
             weights = []
-    positive = all(0 < weight < math.inf for weight in weights)
+    positive = all(0 < weight < inf for weight in weights)
     if count < 2 or len(weights) != count or not positive:
         raise FedrotError(
             f"The weights of {count} models are {text}. Give two or more models and, "
@@ -110,9 +106,9 @@ def _weights(text: str | None, count: int) -> list[float]:
 
 @command(app, "fedrot check models/a", "fedrot check models/a --parts attention+ffn")
 def check(
-    model: Annotated[str, typer.Argument(hidden=True)],
+    model: Annotated[str, Argument(hidden=True)],
     parts: Annotated[
-        str | None, typer.Option(help="attention+ffn, whole; default: all.")
+        str | None, Option(help="attention+ffn, whole; default: all.")
     ] = None,
 ) -> None:
     """Move a MODEL by random elements of its symmetry group, and check that its outputs
@@ -150,7 +146,7 @@ def check(
                     change = check_function(saved.model, config, moved, chosen)
             except SymmetryError as error:
                 complain_in_red(str(error))
-                raise typer.Exit(FAILED) from None
+                raise Exit(FAILED) from None
     say(
         f"The function is preserved: outputs change by at most {change:.1e} of their "
         "size."

@@ -10,38 +10,39 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy import ndarray
 from tokenizers import Tokenizer
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fedrot.simulations.data import IGNORED
+from fedrot.simulations.data import IGNORED, Names
 from fedrot.simulations.data.labels import DataSet, Split
 from fedrot.simulations.data.texts import DOMAIN
 from fedrot.simulations.data.tokenizers import tokenizer_for
 from fedrot.simulations.models import settings_of
 from fedrot.simulations.pretrained import pad_id_of
 from fedrot.simulations.scenario import Scenario
-
-Batch = dict[str, torch.Tensor]
+from fedrot.simulations.tasks.objective import Batch
 
 
 @dataclass(frozen=True)
 class Encoded(ABC):
     """Rows of one split, encoded for a model; ``labels`` are those of the split."""
 
-    labels: np.ndarray
+    labels: ndarray
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def lengths(self, rows: np.ndarray) -> np.ndarray:
+    def lengths(self, rows: ndarray) -> ndarray:
         """Return the lengths of the rows, int64; a batch has rows of similar length."""
         return np.zeros(len(rows), dtype=np.int64)
 
     @abstractmethod
-    def batch(self, rows: np.ndarray) -> Batch:
+    def batch(self, rows: ndarray) -> Batch:
         """Return the given rows as model inputs without labels."""
 
-    def targets(self, rows: np.ndarray) -> torch.Tensor:
+    def targets(self, rows: ndarray) -> Tensor:
         """Return the given rows' targets, the input ``labels`` of a model."""
         return torch.from_numpy(self.labels[rows])
 
@@ -56,16 +57,16 @@ class EncodedText(Encoded):
             not ``IGNORED``.
     """
 
-    ids: Sequence[np.ndarray]
-    segments: Sequence[np.ndarray]
+    ids: Sequence[ndarray]
+    segments: Sequence[ndarray]
     pad_id: int
-    domains: Sequence[str] = ()
-    tags: Sequence[np.ndarray] = ()
+    domains: Names = ()
+    tags: Sequence[ndarray] = ()
 
-    def lengths(self, rows: np.ndarray) -> np.ndarray:
+    def lengths(self, rows: ndarray) -> ndarray:
         return np.array([len(self.ids[row]) for row in rows])
 
-    def batch(self, rows: np.ndarray) -> Batch:
+    def batch(self, rows: ndarray) -> Batch:
         """Return the given rows padded to their longest."""
         ids = [self.ids[row] for row in rows]
         segments = [self.segments[row] for row in rows]
@@ -76,13 +77,13 @@ class EncodedText(Encoded):
             "token_type_ids": padded(segments, 0),
         }
 
-    def targets(self, rows: np.ndarray) -> torch.Tensor:
+    def targets(self, rows: ndarray) -> Tensor:
         if self.tags:
             return padded([self.tags[row] for row in rows], IGNORED)
         return super().targets(rows)
 
 
-def padded(rows: Sequence[np.ndarray], value: int) -> torch.Tensor:
+def padded(rows: Sequence[ndarray], value: int) -> Tensor:
     """Return rows as int64 ``[rows, longest row]``, padded with ``value`` behind."""
     tensors = [*map(torch.from_numpy, rows)]
     return pad_sequence(tensors, batch_first=True, padding_value=value)
@@ -105,10 +106,9 @@ def encode(
         # In byte-level vocabularies, words start so.
         before.add_prefix_space = True
         tokenizer.pre_tokenizer = before
-    texts: Any = [*split.inputs]
-    second = split.second or ()
-    if second and not tagged:
-        texts = [*zip(texts, second, strict=True)]
+    texts: Any = split.inputs
+    if split.second and not tagged:
+        texts = [*zip(texts, split.second, strict=True)]
     ids = []
     segments = []
     tags = []
@@ -117,7 +117,7 @@ def encode(
         ids.append(np.asarray(encoding.ids, dtype=np.int64))
         segments.append(np.asarray(encoding.type_ids, dtype=np.int64))
         if tagged:
-            tags.append(_tags_of_tokens(encoding.word_ids, second[row]))
+            tags.append(_tags_of_tokens(encoding.word_ids, split.second[row]))
     domains = tuple(map(str, split.columns.get(DOMAIN, ())))
     return EncodedText(
         split.labels,
@@ -129,14 +129,14 @@ def encode(
     )
 
 
-def _tags_of_tokens(words: Sequence[int | None], tags: np.ndarray) -> np.ndarray:
+def _tags_of_tokens(words: Sequence[int | None], tags: ndarray) -> ndarray:
     """Return a tag at the first token of each word, and ``IGNORED`` elsewhere.
 
     ``words`` are the numbers of the tokens' words; special tokens have none.
     """
     numbers = np.array([-1 if word is None else word for word in words], dtype=np.int64)
     first = (numbers >= 0) & (np.diff(numbers, prepend=-1) != 0)
-    of_tokens = np.full(len(numbers), IGNORED, dtype=np.int64)
+    of_tokens = np.full_like(numbers, IGNORED)
     of_tokens[first] = tags[numbers[first]]
     return of_tokens
 
@@ -147,11 +147,9 @@ def encoded_texts(
 ) -> tuple[DataSet, EncodedText, EncodedText]:
     """Return texts, and their training and held-out rows encoded for the model."""
     tokenizer = tokenizer_for(scenario)
-    length = scenario.max_length
     pad_id = pad_id_of(settings_of(scenario, data))
-    tagged = bool(data.tags)
     train, test = (
-        encode(split, tokenizer, length, pad_id, tagged)
+        encode(split, tokenizer, scenario.max_length, pad_id, bool(data.tags))
         for split in (data.train, data.test)
     )
     return data, train, test

@@ -12,15 +12,19 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pyarrow.types as types
+from numpy import ndarray
+from numpy.random import default_rng
+from pyarrow import ChunkedArray, DataType, Table
 
+from fedrot.simulations.data import Columns, Names
+from fedrot.simulations.data.partition import rows_by_number
 from fedrot.simulations.data.read import Content, Source, listed, refuse, refuse_rows
 from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.tasks.registry import TASKS
 
 Kind: TypeAlias = Literal["single", "multi", "regression"]
-METRICS_OF_KIND: Mapping[Kind, tuple[str, ...]] = {
+METRICS_OF_KIND: Mapping[Kind, Names] = {
     "single": ("accuracy", "macro_f1"),
     "multi": ("macro_f1", "micro_f1", "accuracy"),
     "regression": ("pearson", "spearman"),
@@ -33,7 +37,9 @@ LIMIT_SEED = 0
 #: Numbers as Python writes them; variation selectors and other letters without a shape.
 _INTEGER = re.compile("0|-?[1-9][0-9]{0,999}")
 _SHAPELESS = re.compile("[\ufe00-\ufe0f\u034f\u115f\u1160\u3164\uffa0]")
-Reader: TypeAlias = "Callable[[Rows], Sequence[Sequence[Any]]]"
+#: The inputs of rows and, if there is one, their ``second``, see ``Split``.
+Inputs: TypeAlias = Sequence[Sequence[Any]]
+Reader: TypeAlias = "Callable[[Rows], Inputs]"
 LABEL: Content = (
     "label",
     ("label", "labels", "target", "class"),
@@ -55,10 +61,10 @@ class Split:
             ``DataSet.tags``).
     """
 
-    labels: np.ndarray
-    columns: Mapping[str, Sequence[object]]
+    labels: ndarray
+    columns: Columns
     inputs: Sequence[Any]
-    second: Sequence[Any] | None = None
+    second: Sequence[Any] = ()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -81,13 +87,13 @@ class DataSet:
 
     name: str
     kind: Kind
-    label_names: tuple[str, ...]
-    metrics: tuple[str, ...]
+    label_names: Names
+    metrics: Names
     train: Split
     test: Split
     said: str = ""
-    tags: tuple[str, ...] = ()
-    domains: tuple[str, ...] = ()
+    tags: Names = ()
+    domains: Names = ()
     side: int = 0
     channels: int = 0
 
@@ -100,11 +106,11 @@ class Rows(NamedTuple):
     """
 
     where: str
-    table: pa.Table
-    numbers: np.ndarray
-    labels: np.ndarray
+    table: Table
+    numbers: ndarray
+    labels: ndarray
 
-    def take(self, rows: np.ndarray) -> Rows:
+    def take(self, rows: ndarray) -> Rows:
         return Rows(
             self.where,
             self.table.take(rows),
@@ -112,13 +118,17 @@ class Rows(NamedTuple):
             self.labels[rows],
         )
 
+    def divide(self, train: ndarray, test: ndarray) -> list[Rows]:
+        """Return the rows of two masks."""
+        return [self.take(np.flatnonzero(mask)) for mask in (train, test)]
+
 
 def clean(text: object) -> str:
     """Return a text without spaces around it and in Unicode's composed form (NFC)."""
     return unicodedata.normalize("NFC", str(text)).strip()
 
 
-def label_columns(source: Source, scenario: Scenario) -> tuple[str, ...]:
+def label_columns(source: Source, scenario: Scenario) -> Names:
     """Return the label column, or without one the boolean columns, one for each label.
 
     With ``label_kind="multi"``, columns of 0 and 1, or of the texts true and false, are
@@ -132,7 +142,7 @@ def label_columns(source: Source, scenario: Scenario) -> tuple[str, ...]:
             return all(map(_as_booleans, columns))
         return all(types.is_boolean(column.type) for column in columns)
 
-    if scenario.label_column is None and not set(LABEL[1]) & set(source.columns):
+    if scenario.label_column is None and set(LABEL[1]).isdisjoint(source.columns):
         booleans = [*filter(boolean, source.columns)]
         if len(booleans) >= 2:
             return tuple(source.column(LABEL, name) for name in booleans)
@@ -141,7 +151,7 @@ def label_columns(source: Source, scenario: Scenario) -> tuple[str, ...]:
     return (source.column(LABEL, scenario.label_column),)
 
 
-def _as_booleans(column: pa.ChunkedArray) -> bool:
+def _as_booleans(column: ChunkedArray) -> bool:
     """Return whether all values can be read as true or false."""
     if types.is_nested(column.type):
         return False
@@ -154,7 +164,7 @@ def _as_booleans(column: pa.ChunkedArray) -> bool:
 def labelled(
     source: Source,
     scenario: Scenario,
-    columns: Sequence[str],
+    columns: Names,
     inputs: Sequence[str],
     read: Reader,
 ) -> DataSet:
@@ -180,9 +190,8 @@ def labelled(
     if len(parts) == 1 and "split" in first.column_names:
         parts = _by_column(parts[0])
     labels = np.concatenate([part.labels for part in parts])
-    ends = np.cumsum([len(part.labels) for part in parts])
     kind: Kind = "single"
-    names = tuple(columns)
+    names = columns
     alike = ""
     if scores:
         kind = "regression"
@@ -201,7 +210,8 @@ def labelled(
             "single needs one class in each row, multi a column of 0 and 1 for each "
             "label",
         )
-    for place, of_part in enumerate(np.split(labels, ends[:-1])):
+    ends = [len(part.labels) for part in parts[:-1]]
+    for place, of_part in enumerate(np.split(labels, ends)):
         parts[place] = parts[place]._replace(labels=of_part)
     note = ""
     if len(parts) == 1:
@@ -228,7 +238,7 @@ def labelled(
     )
 
 
-def _fractional(kind: pa.DataType) -> bool:
+def _fractional(kind: DataType) -> bool:
     if types.is_decimal(kind):
         return kind.scale > 0
     return types.is_floating(kind)
@@ -248,20 +258,19 @@ def _split(
             "has no rows",
             "check the file or choose another data set",
         )
-    if limit is not None and limit < size:
-        order = np.random.default_rng(LIMIT_SEED).permutation(size)
+    if limit and limit < size:
+        order = default_rng(LIMIT_SEED).permutation(size)
         rows = rows.take(order[:limit])
     others = [name for name in rows.table.column_names if name not in used]
-    columns = rows.table.select(others).to_pydict()
-    return Split(rows.labels, columns, *read(rows))
+    return Split(rows.labels, rows.table.select(others).to_pydict(), *read(rows))
 
 
 def _read(
     where: str,
-    table: pa.Table,
+    table: Table,
     columns: Sequence[str],
     scores: bool,
-) -> np.ndarray:
+) -> ndarray:
     """Return scores, names of classes, or the booleans of several columns.
 
     Booleans are ``[rows, columns]``.
@@ -313,14 +322,13 @@ def _classes(
     source: Source,
     column: str,
     parts: Sequence[Rows],
-    labels: np.ndarray,
-) -> tuple[tuple[str, ...], np.ndarray, str]:
+    labels: ndarray,
+) -> tuple[Names, ndarray, str]:
     """Return the names of classes, the classes of the rows, and what looks alike."""
     values = set(labels)
     # Texts such as 00012 or 1.10 are no numbers.
     whole = all(map(_INTEGER.fullmatch, values))
-    order = sorted(values, key=int if whole else None)
-    names = dict(zip(order, order, strict=True))
+    names = {label: label for label in sorted(values, key=int if whole else None)}
     declared = source.class_names.get(column, ())
     if declared:
         names = {str(number): name for number, name in enumerate(declared)}
@@ -334,7 +342,7 @@ def _classes(
         # The first row of a class names it, and training rows come first.
         for rows in reversed(parts):
             texts = rows.table["label_name"].to_pylist()
-            for label, text in zip(rows.labels[::-1], texts[::-1], strict=True):
+            for label, text in zip(rows.labels[::-1], reversed(texts), strict=True):
                 names[label] = clean(text)
     alike = ""
     for _, group in groupby(sorted(names.values(), key=_seen), _seen):
@@ -349,8 +357,7 @@ def _classes(
 
 
 def _by_column(rows: Rows) -> list[Rows]:
-    cells = rows.table["split"].to_pylist()
-    splits = np.array([*map(clean, cells)])
+    splits = np.array([*map(clean, rows.table["split"].to_pylist())])
     known = set(splits)
     held_out = "test" if "test" in known else "validation"
     if not known >= {"train", held_out} or known & {"", "None"}:
@@ -359,9 +366,7 @@ def _by_column(rows: Rows) -> list[Rows]:
             f"has {listed(sorted(known))}",
             "it needs 'train' and 'test' or 'validation', and a value in each row",
         )
-    train = rows.take(np.flatnonzero(splits == "train"))
-    test = rows.take(np.flatnonzero(splits == held_out))
-    return [train, test]
+    return rows.divide(splits == "train", splits == held_out)
 
 
 def _drawn(rows: Rows, by_class: bool) -> tuple[list[Rows], str]:
@@ -371,16 +376,14 @@ def _drawn(rows: Rows, by_class: bool) -> tuple[list[Rows], str]:
     # Labels that occur once are no classes to divide.
     if by_class and len(np.unique(rows.labels)) < size:
         classes = rows.labels
-    rng = np.random.default_rng(SPLIT_SEED)
+    rng = default_rng(SPLIT_SEED)
     held_out = np.zeros(size, dtype=bool)
-    order = np.argsort(classes, kind="stable")
-    ends = np.flatnonzero(np.diff(classes[order])) + 1
-    for members in np.split(order, ends):
+    for members in rows_by_number(classes):
         drawn = rng.permutation(members)
         count = round(len(drawn) / HELD_OUT_SHARE)
         held_out[drawn[:count]] = True
     share = f"one in {HELD_OUT_SHARE}"
-    if len(ends):
+    if len(np.unique(classes)) > 1:
         share += " of each class"
     if not held_out.any():
         refuse(
@@ -392,6 +395,4 @@ def _drawn(rows: Rows, by_class: bool) -> tuple[list[Rows], str]:
         f"{rows.where} has no splits: of {size} rows {held_out.sum()} are held out, "
         f"{share}, drawn with seed {SPLIT_SEED}."
     )
-    train = rows.take(np.flatnonzero(~held_out))
-    test = rows.take(np.flatnonzero(held_out))
-    return [train, test], note
+    return rows.divide(~held_out, held_out), note

@@ -6,16 +6,20 @@ import io
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy import ndarray
+from numpy.random import Generator, default_rng
 
 from fedrot.errors import FedrotError
+from fedrot.simulations.data import Columns, Names
 
 Rows: TypeAlias = npt.NDArray[np.int64]
+#: The rows of each client, or of each class.
+Parts: TypeAlias = list[Rows]
 
 KINDS = ("iid", "dirichlet", "pathological", "keyclass", "column")
 SPECS = (
@@ -51,7 +55,7 @@ def parse_partition(spec: str) -> tuple[str, Any]:
     if kind == "keyclass":
         fits = 0 < number <= 1
     elif kind == "pathological":
-        fits = fits and number % 1 == 0
+        fits = fits and number.is_integer()
     if not fits:
         raise PartitionError(
             f"partition {spec!r}: {value!r} is no such number; choose from {SPECS}"
@@ -62,12 +66,12 @@ def parse_partition(spec: str) -> tuple[str, Any]:
 
 
 def split_clients(
-    split_labels: np.ndarray,
-    columns: Mapping[str, Sequence[object]],
+    split_labels: ndarray,
+    columns: Columns,
     partition: str,
     clients: int,
     seed: int,
-) -> list[Rows]:
+) -> Parts:
     """Divide the rows of a split among ``clients``, always alike for a seed.
 
     * ``iid``: a random division into equal parts.
@@ -99,8 +103,7 @@ def split_clients(
     kind, value = parse_partition(partition)
     keys, _ = partition_keys(split_labels)
     if kind == "iid":
-        order = np.random.default_rng(seed).permutation(rows)
-        parts = np.array_split(order, clients)
+        parts = np.array_split(default_rng(seed).permutation(rows), clients)
     elif kind == "column":
         parts = _column_rows(value, columns, clients)
     elif kind == "keyclass":
@@ -122,9 +125,9 @@ def split_clients(
 
 
 def partition_keys(
-    labels: np.ndarray,
-    names: Sequence[str] = (),
-) -> tuple[Rows, tuple[str, ...]]:
+    labels: ndarray,
+    names: Names = (),
+) -> tuple[Rows, Names]:
     """Return the class by which each row is divided, int64 ``[n]``, and all names.
 
     Single label: the label. Multi-label: the first label that is 1, or the number of
@@ -132,30 +135,30 @@ def partition_keys(
     rounded to an integer, minus the smallest one if that is negative; for wide ranges
     its interval, see ``MOST_BINS``.
     """
-    names = tuple(names)
     if labels.ndim == 2:
         positive = labels > 0
         labelled = positive.any(axis=1)
         keys = np.where(labelled, positive.argmax(axis=1), labels.shape[1])
         if not labelled.all():
             names += ("none",)
-        return keys.astype(np.int64), names
-    if not np.issubdtype(labels.dtype, np.floating):
-        return labels.astype(np.int64), names
-    low = float(labels.min(initial=0))
-    high = float(labels.max(initial=0))
-    if high - low > MOST_BINS:
-        edges = np.linspace(float(labels.min()), high, WIDE_BINS + 1)
-        names = ()
-        for lower, upper in itertools.pairwise(edges):
-            names += (f"{lower:g} to {upper:g}",)
-        keys = np.searchsorted(edges[1:-1], labels, side="right")
-        return keys.astype(np.int64), names
-    bins = np.rint(labels).astype(np.int64)
-    first = int(bins.min(initial=0))
-    last = int(bins.max(initial=first))
-    names = tuple(map(str, range(first, last + 1)))
-    return bins - first, names
+    elif not np.issubdtype(labels.dtype, np.floating):
+        keys = labels
+    else:
+        low = float(labels.min(initial=0))
+        high = float(labels.max(initial=0))
+        if high - low > MOST_BINS:
+            edges = np.linspace(float(labels.min()), high, WIDE_BINS + 1)
+            names = tuple(
+                f"{lower:g} to {upper:g}" for lower, upper in itertools.pairwise(edges)
+            )
+            keys = np.searchsorted(edges[1:-1], labels, side="right")
+        else:
+            bins = np.rint(labels).astype(np.int64)
+            first = bins.min(initial=0)
+            last = bins.max(initial=first)
+            names = tuple(map(str, range(first, last + 1)))
+            keys = bins - first
+    return keys.astype(np.int64), names
 
 
 def _flower_rows(
@@ -164,7 +167,7 @@ def _flower_rows(
     keys: Rows,
     clients: int,
     seed: int,
-) -> list[Rows]:
+) -> Parts:
     from datasets import Dataset
     from flwr_datasets.partitioner import (
         DirichletPartitioner,
@@ -190,8 +193,7 @@ def _flower_rows(
             shuffle=False,
             seed=seed,
         )
-    rows = np.arange(len(keys))
-    partitioner.dataset = Dataset.from_dict({"row": rows, "key": keys})
+    partitioner.dataset = Dataset.from_dict({"row": np.arange(len(keys)), "key": keys})
     try:
         # Flower warns of retried draws and dropped classes, which are part of the
         # definitions. Its progress bar would disturb the caller's output.
@@ -207,9 +209,9 @@ def _flower_rows(
 
 def _column_rows(
     column: str,
-    columns: Mapping[str, Sequence[object]],
+    columns: Columns,
     clients: int,
-) -> list[Rows]:
+) -> Parts:
     values = columns.get(column, ())
     names, which = np.unique([*map(str, values)], return_inverse=True)
     if len(names) < clients or None in values:
@@ -218,9 +220,7 @@ def _column_rows(
             "missing values; use fewer clients, or another column of "
             f"{', '.join(columns)}"
         )
-    order = np.argsort(which, kind="stable")
-    ends = np.cumsum(np.bincount(which))
-    parts = np.split(order, ends[:-1])
+    parts = rows_by_number(which)
     if len(parts) == clients:
         return parts
     groups: list[list[Rows]] = [[] for _ in range(clients)]
@@ -230,12 +230,28 @@ def _column_rows(
     return [*map(np.concatenate, groups)]
 
 
+def rows_by_number(numbers: ndarray) -> Parts:
+    """Return the rows that have 0, those that have 1, and so on, in order."""
+    order = np.argsort(numbers, kind="stable")
+    ends = np.cumsum(np.bincount(numbers))
+    return np.split(order, ends[:-1])
+
+
+def _even(
+    total: int,
+    parts: int,
+) -> ndarray:
+    """Return the sizes of parts of a total, equal to within one, larger ones first."""
+    each, more = divmod(total, parts)
+    return each + (np.arange(parts) < more)
+
+
 def _key_class_rows(
     keys: Rows,
     fraction: float,
     clients: int,
     seed: int,
-) -> list[Rows]:
+) -> Parts:
     """RegMean's key-class split (Jin et al., ICLR 2023), for any number of clients.
 
     Client k has key class k mod C of the C present classes. The clients of a key class
@@ -244,40 +260,34 @@ def _key_class_rows(
     numbers of rows (to within one); as far as possible they go to clients of another
     key class.
     """
-    rng = np.random.default_rng(seed)
+    rng = default_rng(seed)
     present, classes = np.unique(keys, return_inverse=True)
-    rows_of = []
-    for number in range(len(present)):
-        rows = np.flatnonzero(classes == number)
-        rows_of.append(rng.permutation(rows))
+    rows_of = [*map(rng.permutation, rows_by_number(classes))]
     key_of = np.arange(clients) % len(present)
-    numbers = np.arange(len(present))
-    holds = numbers[:, None] == key_of
-    room = np.full(clients, len(keys) // clients)
-    room[: len(keys) % clients] += 1
+    holds = np.equal.outer(np.arange(len(present)), key_of)
+    room = _even(len(keys), clients)
 
-    counts = np.zeros(holds.shape, dtype=np.int64)
+    counts = np.zeros_like(holds, dtype=np.int64)
     for number, rows in enumerate(rows_of[:clients]):
         holders = np.flatnonzero(holds[number])
         shared = round(fraction * len(rows))
-        each, more = divmod(shared, len(holders))
-        wanted = each + (np.arange(len(holders)) < more)
+        wanted = _even(shared, len(holders))
         counts[number, holders] = np.minimum(wanted, room[holders])
     rest = np.bincount(classes) - counts.sum(axis=1)
     counts += _deal(rest, room - counts.sum(axis=0), holds, rng)
-    parts: list[list[Rows]] = [[] for _ in range(clients)]
-    for rows, cuts in zip(rows_of, counts.cumsum(axis=1), strict=True):
-        pieces = np.split(rows, cuts[:-1])
-        for part, piece in zip(parts, pieces, strict=True):
-            part.append(piece)
-    return [*map(np.concatenate, parts)]
+    # A list for each class, with a piece for each client.
+    pieces = [
+        np.split(rows, cuts[:-1])
+        for rows, cuts in zip(rows_of, counts.cumsum(axis=1), strict=True)
+    ]
+    return [*map(np.concatenate, zip(*pieces, strict=True))]
 
 
 def _deal(
     rest: Rows,
     room: Rows,
     forbidden: npt.NDArray[np.bool_],
-    rng: np.random.Generator,
+    rng: Generator,
 ) -> Rows:
     """Return how many rows of each class go to each client, ``[C, K]``.
 
@@ -286,7 +296,7 @@ def _deal(
     The assignment is random. Rows in a forbidden cell are then exchanged with rows for
     which both new cells are allowed, as far as there are such rows.
     """
-    dealt = np.zeros(forbidden.shape, dtype=np.int64)
+    dealt = np.zeros_like(forbidden, dtype=np.int64)
     classes = np.repeat(np.arange(len(rest)), rest)
     places = np.repeat(np.arange(len(room)), room)
     np.add.at(dealt, (classes, rng.permutation(places)), 1)
@@ -295,7 +305,7 @@ def _deal(
         # client k, have to be allowed.
         excluded = forbidden[c] | forbidden[:, [k]]
         partners = np.where(excluded, 0, dealt)
-        moves = min(int(dealt[c, k]), int(partners.sum()))
+        moves = min(dealt[c, k], partners.sum())
         swap = rng.multivariate_hypergeometric(partners.ravel(), moves)
         swap = swap.reshape(dealt.shape)
         dealt -= swap

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy import ndarray
 from PIL import Image, ImageOps
 
-from fedrot.simulations.data.encode import Batch, Encoded
-from fedrot.simulations.data.labels import DataSet, Rows, Split, label_columns, labelled
+from fedrot.simulations.data.encode import Encoded
+from fedrot.simulations.data.labels import (
+    DataSet,
+    Inputs,
+    Rows,
+    Split,
+    label_columns,
+    labelled,
+)
 from fedrot.simulations.data.read import Content, find, refuse
 from fedrot.simulations.pretrained import pretrained_settings, source_of
-from fedrot.simulations.scenario import Scenario
+from fedrot.simulations.scenario import Scenario, Settings
+from fedrot.simulations.tasks.objective import Batch
 
 #: Largest side of a small model's images, in pixels; larger images are scaled down.
 LARGEST_SIDE = 64
@@ -36,19 +44,17 @@ class EncodedImages(Encoded):
 
     Attributes:
         pixels: uint8 ``[rows, side, side, channels]``.
-        mean, deviation: mean and standard deviation of each channel, for values in [0,
-            1].
+        mean, deviation: float32, mean and standard deviation of each channel, for
+            values in [0, 1].
     """
 
     pixels: Any
-    mean: Sequence[float]
-    deviation: Sequence[float]
+    mean: ndarray
+    deviation: ndarray
 
-    def batch(self, rows: np.ndarray) -> Batch:
-        mean = np.array(self.mean, dtype=np.float32)
-        deviation = np.array(self.deviation, dtype=np.float32)
+    def batch(self, rows: ndarray) -> Batch:
         values = self.pixels[rows] / np.float32(255)
-        values = (values - mean) / deviation
+        values = (values - self.mean) / self.deviation
         channels_first = values.transpose(0, 3, 1, 2).copy()
         return {"pixel_values": torch.from_numpy(channels_first)}
 
@@ -64,22 +70,17 @@ def encoded_images(
     above 8 it is a multiple of 4, since patches cannot divide a prime number. There is
     one channel if all are grey.
     """
-    side = 0
-    channels = 0
-    processor: Mapping[str, Any] = {}
-    if scenario.model is not None:
-        side, channels, processor = _model_reads(scenario.model)
+    side, channels, processor = _model_reads(scenario.model)
     source = find(scenario.data, scenario.data_dir)
     column = source.column(IMAGE, scenario.text_column)
 
-    def read(rows: Rows) -> list[list[Image.Image]]:
+    def read(rows: Rows) -> Inputs:
         return [_images(rows, column, side or LARGEST_SIDE)]
 
-    labels = label_columns(source, scenario)
     data = labelled(
         source,
         scenario,
-        labels,
+        label_columns(source, scenario),
         [column],
         read,
     )
@@ -88,12 +89,11 @@ def encoded_images(
         side = max(max(image.size) for image in images)
         if side > 8:
             side = -(-side // 4) * 4
-    if not channels:
         grey = all(image.mode == "L" for image in images)
         channels = 1 if grey else 3
     data = replace(data, side=side, channels=channels)
-    mean = (processor.get("image_mean") or (0.5,))[:channels]
-    deviation = (processor.get("image_std") or (0.5,))[:channels]
+    mean = np.array(processor.get("image_mean") or (0.5,), np.float32)[:channels]
+    deviation = np.array(processor.get("image_std") or (0.5,), np.float32)[:channels]
     train, test = (
         EncodedImages(split.labels, _pixels(data, split), mean, deviation)
         for split in (data.train, data.test)
@@ -101,8 +101,13 @@ def encoded_images(
     return data, train, test
 
 
-def _model_reads(model: str) -> tuple[int, int, Mapping[str, Any]]:
-    """Return side and channels of a model's images, and its processor's settings."""
+def _model_reads(model: str | None) -> tuple[int, int, Settings]:
+    """Return side and channels of a model's images, and its processor's settings.
+
+    Without a model, they are 0, 0 and empty.
+    """
+    if model is None:
+        return 0, 0, {}
     from transformers.image_processing_base import ImageProcessingMixin
 
     settings = pretrained_settings(model)
@@ -115,21 +120,18 @@ def _model_reads(model: str) -> tuple[int, int, Mapping[str, Any]]:
             f"{channels} channels)",
             "choose a vision transformer, or another task",
         )
-    processor: Mapping[str, Any] = {}
+    processor: Settings = {}
     with suppress(OSError):  # saved without a processor
         # Not the processor itself, which needs torchvision.
         processor, _ = ImageProcessingMixin.get_image_processor_dict(source_of(model))
     return side, channels, processor
 
 
-def _pixels(data: DataSet, split: Split) -> np.ndarray:
+def _pixels(data: DataSet, split: Split) -> ndarray:
     """Return the images of a split, uint8 ``[rows, side, side, channels]``."""
     mode = "L" if data.channels == 1 else "RGB"
     size = (data.side, data.side)
-    images = []
-    for image in split.inputs:
-        converted = image.convert(mode)
-        images.append(converted.resize(size, BILINEAR))
+    images = [image.convert(mode).resize(size, BILINEAR) for image in split.inputs]
     return np.stack(images).reshape(-1, *size, data.channels)
 
 
@@ -141,24 +143,25 @@ def _images(
     """Return grey (L) or coloured (RGB) images without a side above ``bound``."""
     images = []
     for number, value in zip(rows.numbers, rows.table[column], strict=True):
+        where = f"{rows.where}, row {number}"
         content: Any = value.as_py()
-        path = None
+        file: Any = None
         if isinstance(content, dict):
-            path = content.get("path")
+            file = content.get("path")
             content = content.get("bytes")
-        file: Any = path if content is None else io.BytesIO(content)
+        if content is None:
+            where = file or where
+        else:
+            file = io.BytesIO(content)
         try:
             image = _image(file)
         except Exception as error:  # Pillow raises many unrelated kinds
-            where = f"{rows.where}, row {number}"
-            if path and content is None:
-                where = path
             refuse(
                 where,
                 f"cannot be read as an image ({error})",
                 "remove it or replace it",
             )
-        size = (min(image.width, bound), min(image.height, bound))
+        size = [min(side, bound) for side in image.size]
         images.append(image.resize(size, BILINEAR))
     return images
 
@@ -190,12 +193,13 @@ def _own_range(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;") or (
         image.mode == "I" and image.format in ("PPM", "PNG")
     ):
-        return Image.fromarray((values >> 8).astype(np.uint8))
-    values = values.astype(np.float64)
-    finite = values[np.isfinite(values)]
-    low = finite.min() if finite.size else 0
-    high = finite.max() if finite.size else 0
-    known = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
-    shares = (known - low) / ((high - low) or 1)
-    pixels = np.rint(255 * shares)
+        pixels = values >> 8
+    else:
+        values = values.astype(np.float64)
+        finite = values[np.isfinite(values)]
+        low = finite.min() if finite.size else 0
+        high = finite.max() if finite.size else 0
+        known = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
+        shares = (known - low) / ((high - low) or 1)
+        pixels = np.rint(255 * shares)
     return Image.fromarray(pixels.astype(np.uint8))

@@ -14,10 +14,11 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow import Table
 
 from fedrot._io import refuse_pointer, shallow
 from fedrot.errors import FedrotError
-from fedrot.simulations.data import BUNDLED, DIGITS
+from fedrot.simulations.data import BUNDLED, DIGITS, Names
 
 #: Held-out rows beside ``train``, the first that there is: the test labels of GLUE are
 #: hidden.
@@ -57,7 +58,7 @@ def listed(values: Iterable[object]) -> str:
     return text
 
 
-def _csv(path: Path, delimiters: str = ",;\t|") -> pa.Table:
+def _csv(path: Path, delimiters: str = ",;\t|") -> Table:
     """Read every cell as a text.
 
     Cells are divided by the first of the delimiters that the first line has.
@@ -83,12 +84,11 @@ def _csv(path: Path, delimiters: str = ",;\t|") -> pa.Table:
     columns = []
     for name, *cells in zip(*rows, strict=True):
         names.append(name)
-        texts = [cell or None for cell in cells]
-        columns.append(pa.array(texts, pa.string()))
+        columns.append(pa.array([cell or None for cell in cells], pa.string()))
     return pa.table(columns, names)
 
 
-def _json(path: Path) -> pa.Table:
+def _json(path: Path) -> Table:
     """Read objects, or a list of objects."""
     # Not pyarrow's reader: it makes dates of texts, and floats of large integers.
     text = shallow(path.read_bytes()).decode("utf-8-sig")
@@ -109,13 +109,13 @@ def _json(path: Path) -> pa.Table:
         raise ValueError(
             "it needs an object for each row: DataFrame.to_json with orient='records'"
         )
-    columns: dict[str, list[Any]] = {}
+    columns = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         columns[name] = [row.get(name) for row in rows]
     return pa.table(columns)
 
 
-def _plain_text(path: Path) -> pa.Table:
+def _plain_text(path: Path) -> Table:
     """Return the paragraphs of a text file, which are separated by empty lines."""
     parts = re.split(r"\n\s*\n", path.read_text("utf-8-sig"))
     paragraphs = filter(None, map(str.strip, parts))
@@ -124,7 +124,7 @@ def _plain_text(path: Path) -> pa.Table:
 
 # Not read by ``datasets``: it makes floats of integers beside an empty cell, and
 # renames columns.
-READERS: Mapping[str, Callable[[Path], pa.Table]] = {
+READERS: Mapping[str, Callable[[Path], Table]] = {
     ".parquet": pq.read_table,
     ".csv": _csv,
     ".tsv": partial(_csv, delimiters="\t,;|"),
@@ -134,7 +134,7 @@ READERS: Mapping[str, Callable[[Path], pa.Table]] = {
 }
 
 
-def read_table(path: Path) -> pa.Table:
+def read_table(path: Path) -> Table:
     """Read a file in one of the formats of ``READERS``; raises ``DataError``.
 
     Cells of CSV and TSV are texts; other formats keep their types. Parquet may have any
@@ -160,7 +160,7 @@ def read_table(path: Path) -> pa.Table:
         )
 
 
-def _usable(table: pa.Table) -> pa.Table:
+def _usable(table: Table) -> Table:
     """Return the columns with a name, trimmed.
 
     Raises an error of pyarrow if it can take no rows.
@@ -178,7 +178,7 @@ def _usable(table: pa.Table) -> pa.Table:
 
 
 #: A kind of column: its name, usual names, and whether a type fits.
-Content: TypeAlias = tuple[str, tuple[str, ...], Callable[[pa.DataType], bool]]
+Content: TypeAlias = tuple[str, Names, Callable[[pa.DataType], bool]]
 
 
 @dataclass(frozen=True)
@@ -191,8 +191,8 @@ class Source:
         said: a sentence about files that were left out.
     """
 
-    tables: Mapping[str, pa.Table]
-    class_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tables: Mapping[str, Table]
+    class_names: Mapping[str, Names] = field(default_factory=dict)
     said: str = ""
 
     @property
@@ -231,8 +231,11 @@ class Source:
                     f"holds {column.type}, no {name}s",
                     "choose another column",
                 )
-            missing = [_missing(cell.as_py()) for cell in column]
-            refuse_rows(where, "no value", missing)
+            refuse_rows(
+                where,
+                "no value",
+                [_missing(cell.as_py()) for cell in column],
+            )
         return chosen
 
 
@@ -271,14 +274,14 @@ def find(name: str, data_dir: Path | None) -> Source:
     of the hub are ``owner/name`` and ``owner/name:configuration``. Raises
     ``DataError``.
     """
-    if data_dir is not None and not data_dir.is_dir():
-        refuse(
-            f"data folder {data_dir}",
-            "does not exist",
-            "check its path",
-        )
     roots = []
     if data_dir:
+        if not data_dir.is_dir():
+            refuse(
+                f"data folder {data_dir}",
+                "does not exist",
+                "check its path",
+            )
         roots = [data_dir, *sorted(data_dir.glob("*/"))]
     places = [root / name for root in roots]
     if name == BUNDLED:
@@ -287,15 +290,17 @@ def find(name: str, data_dir: Path | None) -> Source:
         places.append(Path(name))
     for place in places:
         source = _at(place)
-        if source is not None:
+        if source:
             return source
     if name == DIGITS:
         return _digits()
     names = {BUNDLED, DIGITS}
     for root in roots:
         names |= {path.name for path in root.glob("*")}
-    known = ", ".join(sorted(names))
-    unknown = f"is not available, or has no known format. Available: {known}"
+    unknown = (
+        "is not available, or has no known format. Available: "
+        f"{', '.join(sorted(names))}"
+    )
     if (
         name.count("/") != 1
         or Path(name).suffix.lower() in READERS
@@ -310,8 +315,13 @@ def find(name: str, data_dir: Path | None) -> Source:
     from datasets import load_dataset
 
     path, _, configuration = name.partition(":")
-    load = partial(load_dataset, path, configuration or None)
-    return _loaded(name, load, f"{unknown}; the hub failed")
+    return _loaded(
+        name,
+        f"{unknown}; the hub failed",
+        load_dataset,
+        path,
+        configuration or None,
+    )
 
 
 def _digits() -> Source:
@@ -319,8 +329,9 @@ def _digits() -> Source:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    pixels = digits.images.astype(np.uint8)
-    files = [b"P5 8 8 16\n" + image.tobytes() for image in pixels]
+    files = [
+        b"P5 8 8 16\n" + image.tobytes() for image in digits.images.astype(np.uint8)
+    ]
     table = pa.table({"image": files, "label": digits.target})
     return Source({DIGITS: table})
 
@@ -328,23 +339,25 @@ def _digits() -> Source:
 def _at(place: Path) -> Source | None:
     for file in (place, Path(f"{place}.parquet")):
         if file.is_file() and file.suffix.lower() in READERS:
-            return Source({str(file): read_table(file)})
+            return _from_files(file)
     for suffix in READERS:
         train = place / f"train{suffix}"
         if train.is_file():
-            held_out = _held_out(train)
-            return Source(
-                {
-                    str(train): read_table(train),
-                    str(held_out): read_table(held_out),
-                }
-            )
+            return _from_files(train, _held_out(train))
     if any((place / name).is_file() for name in ("dataset_dict.json", "state.json")):
         from datasets import load_from_disk
 
-        load = partial(load_from_disk, str(place))
-        return _loaded(str(place), load, "cannot be read as saved by 'datasets'")
+        return _loaded(
+            str(place),
+            "cannot be read as saved by 'datasets'",
+            load_from_disk,
+            str(place),
+        )
     return _images(place) if place.is_dir() else None
+
+
+def _from_files(*files: Path) -> Source:
+    return Source({str(file): read_table(file) for file in files})
 
 
 def _held_out(train: Path) -> Path:
@@ -352,32 +365,34 @@ def _held_out(train: Path) -> Path:
     for place in places:
         if place.exists():
             return place
-    names = ", ".join(place.name for place in places)
     refuse(
         train,
         "has no held-out split next to it",
-        f"add one of {names}",
+        f"add one of {', '.join(place.name for place in places)}",
     )
 
 
 def _loaded(
     name: str,
-    load: Callable[[], Any],
     failed: str,
+    load: Callable[..., Any],
+    *arguments: object,
 ) -> Source:
-    """Return training and held-out rows, or all rows, of a data set of ``datasets``."""
+    """Return training and held-out rows, or all rows, of a data set of ``datasets``.
+
+    ``failed`` is a sentence's start, for the case that ``load`` fails.
+    """
     import datasets
 
     tables = {}
     try:
-        splits = load()
+        splits = load(*arguments)
         if not isinstance(splits, dict):
             splits = {"train": splits}
         features = splits["train"].features
         held_out = [split for split in HELD_OUT if split in splits]
         for split in ("train", *held_out[:1]):
-            table = splits[split].with_format("arrow")[:]
-            tables[f"{name} ({split})"] = _usable(table)
+            tables[f"{name} ({split})"] = _usable(splits[split].with_format("arrow")[:])
     except Exception as error:  # the hub's client raises many unrelated kinds
         refuse(
             f"data set {name!r}",
@@ -405,13 +420,20 @@ def _images(folder: Path) -> Source:
         # Archives of macOS have a folder of their own.
         places = [path for path in part.glob("[!.]*") if path.name != "__MACOSX"]
         empty = {place.name for place in places if place.is_dir()}
+        paths = [*places]
+        for place in places:
+            paths += place.rglob("*")
         rows = []
-        for file in _files(places):
+        for file in sorted(filter(Path.is_file, paths)):
             name, *below = file.relative_to(part).parts
             hidden = any(inner.startswith(".") for inner in below)
             if below and not hidden and _IMAGE.fullmatch(file.suffix):
-                image = {"bytes": None, "path": str(file)}
-                rows.append({"image": image, "label": name})
+                rows.append(
+                    {
+                        "image": {"bytes": None, "path": str(file)},
+                        "label": name,
+                    }
+                )
                 empty.discard(name)
             else:
                 left_out.append(file.name)
@@ -422,17 +444,9 @@ def _images(folder: Path) -> Source:
                 "images lie in a folder for each class, as in "
                 f"{folder.name}/CLASS/IMAGE.png",
             )
-        tables[str(part)] = pa.Table.from_pylist(rows, _IMAGE_ROWS)
+        tables[str(part)] = Table.from_pylist(rows, _IMAGE_ROWS)
     note = (
         f"{len(left_out)} file(s) of {folder} left out, hidden or no images: "
         f"{listed(left_out)}."
     )
     return Source(tables, said=note if left_out else "")
-
-
-def _files(places: Sequence[Path]) -> list[Path]:
-    """Return the files among places and below them, sorted."""
-    paths = [*places]
-    for place in places:
-        paths += place.rglob("*")
-    return sorted(filter(Path.is_file, paths))

@@ -14,6 +14,7 @@ import pyarrow.types as types
 
 from fedrot.simulations.data.labels import (
     DataSet,
+    Inputs,
     Rows,
     Split,
     clean,
@@ -21,7 +22,7 @@ from fedrot.simulations.data.labels import (
     labelled,
 )
 from fedrot.simulations.data.read import Content, find, listed, refuse
-from fedrot.simulations.scenario import Scenario
+from fedrot.simulations.scenario import Scenario, names_in
 
 PAIRS = (
     "sentence1,sentence2",
@@ -56,7 +57,7 @@ def load_texts(scenario: Scenario) -> DataSet:
     Raises ``DataError``.
     """
     source = find(scenario.data, scenario.data_dir)
-    usual = (pair for pair in PAIRS if {*pair.split(",")} <= {*source.columns})
+    usual = (pair for pair in PAIRS if set(pair.split(",")).issubset(source.columns))
     chosen = scenario.text_column or next(usual, None)
     wanted: Sequence[str | None] = [None]
     if chosen:
@@ -69,18 +70,13 @@ def load_texts(scenario: Scenario) -> DataSet:
         )
     columns = [source.column(TEXT, name) for name in wanted]
 
-    def read(rows: Rows) -> list[tuple[str, ...]]:
-        texts = []
-        for column in columns:
-            cells = rows.table[column].to_pylist()
-            texts.append(tuple(map(str, cells)))
-        return texts
+    def read(rows: Rows) -> Inputs:
+        return [tuple(map(str, rows.table[column].to_pylist())) for column in columns]
 
-    labels = label_columns(source, scenario)
     return labelled(
         source,
         scenario,
-        labels,
+        label_columns(source, scenario),
         columns,
         read,
     )
@@ -103,14 +99,13 @@ def load_tags(scenario: Scenario) -> DataSet:
             tag = names[tag]
         return clean(tag)
 
-    def read(rows: Rows) -> tuple[Sequence[tuple[str, ...]], Sequence[Sequence[str]]]:
+    def read(rows: Rows) -> Inputs:
         sentences = rows.table[words_column].to_pylist()
         cells = rows.table[tags_column].to_pylist()
         tags = []
         for number, words, cell in zip(rows.numbers, sentences, cells, strict=True):
             of_words = [*map(name_of, cell)]
-            valid = all(map(_BIO.fullmatch, of_words))
-            if len(words) != len(of_words) or not valid:
+            if len(words) != len(of_words) or not all(map(_BIO.fullmatch, of_words)):
                 refuse(
                     f"{rows.where}, row {number}",
                     f"has {len(words)} words in {words_column!r}, and in "
@@ -127,11 +122,8 @@ def load_tags(scenario: Scenario) -> DataSet:
         (words_column, tags_column),
         read,
     )
-    used: set[str] = {OUTSIDE}
-    for split in (data.train, data.test):
-        used.update(*(split.second or ()))
-    used.remove(OUTSIDE)
-    entities = sorted({tag[2:] for tag in used})
+    used = {OUTSIDE}.union(*data.train.second, *data.test.second)
+    entities = sorted({tag[2:] for tag in used - {OUTSIDE}})
     if not entities:
         refuse(
             f"{data.name}: every tag",
@@ -154,11 +146,10 @@ def load_tags(scenario: Scenario) -> DataSet:
 
 def _numbered(split: Split, tags: Sequence[str]) -> Split:
     """Return a split with numbers for tags, and a row's entities as its labels."""
-    number = {tag: index for index, tag in enumerate(tags)}
     rows = []
     labels = np.zeros((len(split), len(tags) // 2), dtype=np.float32)
-    for row, names in enumerate(split.second or ()):
-        numbers = np.array([number[tag] for tag in names], dtype=np.int64)
+    for row, names in enumerate(split.second):
+        numbers = np.array([*map(tags.index, names)], dtype=np.int64)
         # Entity t has the tags 2t + 1 and 2t + 2.
         entities = (numbers[numbers > 0] - 1) // 2
         labels[row, entities] = 1
@@ -177,14 +168,13 @@ def load_domains(scenario: Scenario) -> DataSet:
     are kept. Raises ``DataError``, also if two data sets have the same name, if one has
     scores, pairs or classes without names, or if an unseen one has none of the labels.
     """
-    domains = _names(scenario.data)
-    unseen = _names(scenario.unseen_data)
+    domains = names_in(scenario.data)
+    unseen = names_in(scenario.unseen_data)
     every = [*domains, *unseen]
     loaded = {}
-    for name in every:
-        if name not in loaded:
-            alone = scenario.model_copy(update={"data": name})
-            loaded[name] = load_texts(alone)
+    for name in dict.fromkeys(every):
+        alone = scenario.model_copy(update={"data": name})
+        loaded[name] = load_texts(alone)
     if len(every) == 1:
         return loaded[every[0]]
     metrics = [*map(metric_of, every)]
@@ -198,7 +188,7 @@ def load_domains(scenario: Scenario) -> DataSet:
     names = [name for data in seen.values() for name in data.label_names]
     labels = tuple(dict.fromkeys(names))
     for name, data in loaded.items():
-        if not _joinable(data) or not {*labels} & {*data.label_names}:
+        if not _joinable(data) or set(labels).isdisjoint(data.label_names):
             refuse(
                 f"'{name}'",
                 "has scores, pairs, numbers for classes, or none of the labels "
@@ -209,6 +199,7 @@ def load_domains(scenario: Scenario) -> DataSet:
         metrics.insert(0, UNSEEN)
     train = _united(seen, "train", labels)
     test = _united(loaded, "test", labels)
+    notes = (data.said for data in loaded.values() if data.said)
     return DataSet(
         ",".join(domains),
         "multi",
@@ -216,13 +207,9 @@ def load_domains(scenario: Scenario) -> DataSet:
         (SEEN, *metrics),
         train,
         test,
-        " ".join(data.said for data in loaded.values() if data.said),
+        " ".join(notes),
         domains=tuple(domains),
     )
-
-
-def _names(names: str) -> list[str]:
-    return [*filter(None, map(str.strip, names.split(",")))]
 
 
 def _joinable(data: DataSet) -> bool:
@@ -253,7 +240,7 @@ def _united(
         flags = split.labels
         if data.kind != "multi":
             flags = np.eye(len(data.label_names))[flags]
-        table = pd.DataFrame(flags, columns=[*data.label_names])
+        table = pd.DataFrame(flags, columns=data.label_names)
         tables.append(table.reindex(columns=labels))
         domains += [domain] * len(split)
         texts += split.inputs

@@ -32,9 +32,8 @@ def tokenizer_for(scenario: Scenario) -> Tokenizer:
 
     with loading(scenario.model):
         tokenizer = AutoTokenizer.from_pretrained(source_of(scenario.model))
-        special = set(tokenizer.all_special_tokens)
         # Without files of a tokenizer, transformers makes an empty one.
-        if set(tokenizer.get_vocab()) <= special:
+        if set(tokenizer.get_vocab()).issubset(tokenizer.all_special_tokens):
             refuse(
                 f"model '{scenario.model}'",
                 "has no tokenizer",

@@ -61,7 +61,7 @@ class CellRun(Cell):
         return task_of(self.experiment.to_json())
 
     @property
-    def job(self) -> dict[str, Any]:
+    def job(self) -> Row:
         """The fields that clients read, see ``client_app.ClientJob``."""
         return {
             "experiment": self.experiment.to_json(),
@@ -74,7 +74,7 @@ class CellRun(Cell):
         }
 
     @property
-    def labels(self) -> dict[str, Any]:
+    def labels(self) -> Row:
         """The columns that all rows of the cell share."""
         return {
             "experiment": self.experiment.name,
@@ -116,19 +116,26 @@ class CellRun(Cell):
         if server_round == self.experiment.rounds:
             for client, rows in self.client_rows().items():
                 if len(rows):
-                    scores = training.evaluate(model, task, task.train, rows)
-                    self.record(f"client:{client}", server_round, scores)
+                    self.record(
+                        f"client:{client}",
+                        server_round,
+                        training.evaluate(model, task, task.train, rows),
+                    )
         return metrics
 
-    def with_fitted_head(
+    def with_fitted_task_head(
         self, server_round: int, arrays: ArrayRecord, model: Any
     ) -> ArrayRecord:
         """Return a model with the better of its task head and the fitted one."""
         settings = model.config
         if self.experiment.lora:
             settings = model.peft_config["default"]
-        config = ConfigRecord({**self.job, "server-round": server_round})
-        return fit_task_head(self.grid, arrays, settings, config=config).arrays
+        return fit_task_head(
+            self.grid,
+            arrays,
+            settings,
+            config=ConfigRecord({**self.job, "server-round": server_round}),
+        ).arrays
 
 
 class CellStrategy(ReplyStrategy):
@@ -186,7 +193,7 @@ class CellStrategy(ReplyStrategy):
             )
         last = server_round == self.cell.experiment.rounds
         if last and self.cell.strategy.fit_at_end:
-            arrays = self.cell.with_fitted_head(server_round, arrays, self.network)
+            arrays = self.cell.with_fitted_task_head(server_round, arrays, self.network)
         load_tensors(self.network, arrays.to_torch_state_dict(), self.loads)
         return MetricRecord({**self.cell.finish_round(server_round, self.network)})
 
@@ -252,12 +259,10 @@ def _other_basis(cell: CellRun) -> OtherBasis | None:
     settings = cell.strategy.other_basis
     if settings is False:
         return None
-    fields = dict(settings) if isinstance(settings, dict) else {}
+    fields = {**settings} if isinstance(settings, dict) else {}
     build = cell.model if fields.pop("model", True) else None
-    options = OTHER_BASIS_OPTIONS
     changed = fields.pop("options", None)
-    if changed is not None:
-        options = AlignmentOptions(**changed)
+    options = OTHER_BASIS_OPTIONS if changed is None else AlignmentOptions(**changed)
     return OtherBasis(model=build, options=options, **fields)
 
 
@@ -307,7 +312,7 @@ def run_federated(cell: CellRun, build: Callable[..., Any] | None = None) -> Non
         evaluate_fn=strategy.evaluate_centrally,
     )
     for server_round, metrics in result.train_metrics_clientapp.items():
-        cell.record("round", server_round, dict(metrics))
+        cell.record("round", server_round, metrics)
     rows = read_rows(strategy.report) if strategy.report.exists() else []
     cell.alignment.extend({**cell.labels, **row} for row in rows if "stage" not in row)
 
@@ -315,7 +320,7 @@ def run_federated(cell: CellRun, build: Callable[..., Any] | None = None) -> Non
 def _run_head_only(cell: CellRun) -> None:
     """Fit the head of the first model, which is the model after all rounds."""
     model = cell.model()
-    arrays = cell.with_fitted_head(0, ArrayRecord(tensors_of(model)), model)
+    arrays = cell.with_fitted_task_head(0, ArrayRecord(tensors_of(model)), model)
     load_tensors(model, arrays.to_torch_state_dict())
     cell.finish_round(cell.experiment.rounds, model)
 

@@ -83,18 +83,17 @@ class ClientJob:
     @property
     def stream(self) -> int:
         """The random seed of this client in this round and run."""
-        run = self.seed * 1_000 + self.round
-        return run * 1_000 + self.client
+        return (self.seed * 1_000 + self.round) * 1_000 + self.client
 
     @property
     def seed(self) -> int:
         """The seed of the cell."""
-        return int(self.settings["seed"])
+        return self.settings["seed"]
 
     @property
     def round(self) -> int:
         """The number of the server's round."""
-        return int(self.settings["server-round"])
+        return self.settings["server-round"]
 
     @property
     def task(self) -> Task:
@@ -108,17 +107,22 @@ class ClientJob:
     def model(self, tensors: Mapping[str, Tensor] | None = None) -> nn.Module:
         """Return the client's model, with these tensors or to load weights into."""
         ranks = self.task.experiment.ranks
-        rank = ranks[self.client % len(ranks)]
         loads = self.settings["loads"]
-        model = _empty_model(self.settings["experiment"], rank, loads)
+        model = _empty_model(
+            self.settings["experiment"], ranks[self.client % len(ranks)], loads
+        )
         if tensors is not None:
             load_tensors(model, tensors, loads)
         return model
 
-    def batches(self, rows: np.ndarray, limit: int, size: int) -> Any:
-        """Return batches of at most ``limit`` of these rows, in random order."""
+    def batches(self, rows: np.ndarray, size: int, limit: int = 0) -> Any:
+        """Return batches of these rows, in random order.
+
+        They have at most ``limit`` rows in all; 0: no limit.
+        """
+        most = limit or len(rows)
         return training.step_batches(
-            self.task, self.model(), rows, limit, size, self.stream
+            self.task, self.model(), rows, most, size, self.stream
         )
 
 
@@ -137,19 +141,20 @@ def _empty_model(experiment_json: str, rank: int | None, loads: str) -> nn.Modul
 
 def _labelled(message: Message, context: Context) -> LabelledRows:
     job = ClientJob.read(message, context)
-
-    def batches(rows: np.ndarray) -> Any:
-        return partial(job.batches, rows, len(rows), HEAD_BATCH)
-
-    return LabelledRows(job.model, batches(job.rows()), batches(job.rows(True)))
+    return LabelledRows(
+        job.model,
+        partial(job.batches, job.rows(), HEAD_BATCH),
+        partial(job.batches, job.rows(held_out=True), HEAD_BATCH),
+    )
 
 
 def _matching(message: Message, context: Context) -> Matching:
     job = ClientJob.read(message, context)
     experiment = job.task.experiment
-    build = partial(build_model, experiment, job.task.data, seed=0)
-    batches = partial(job.batches, job.rows(), MATCHING_ROWS, experiment.batch_size)
-    return Matching(build, batches)
+    return Matching(
+        partial(build_model, experiment, job.task.data, seed=0),
+        partial(job.batches, job.rows(), experiment.batch_size, MATCHING_ROWS),
+    )
 
 
 answer_with_sums(app, _labelled)
@@ -185,24 +190,27 @@ def train(message: Message, context: Context) -> Message:
             else task_head_of(settings, received)
         )
         names = received.keys() & {f"{task_head}.weight", f"{task_head}.bias"}
-        labels = np.flatnonzero(known.any(axis=0)).tolist()
         state, statistics = fedrot.completed(
-            state, received, dict.fromkeys(names, labels)
+            state,
+            received,
+            dict.fromkeys(names, np.flatnonzero(known.any(axis=0)).tolist()),
         )
         content[STATISTICS] = statistics_record(statistics)
     if task.experiment.start == "scrambled":
-        symmetry = symmetry_of(model_config(task.experiment, task.data), state)
-        state = fedrot.random_equivalent(state, symmetry, seed=job.stream)
+        state = fedrot.random_equivalent(
+            state,
+            symmetry_of(model_config(task.experiment, task.data), state),
+            seed=job.stream,
+        )
     content["arrays"] = ArrayRecord(state)
     content["metrics"] = MetricRecord({"num-examples": len(rows), "train-loss": loss})
     if wanted_statistics(message):
-        most = int(job.settings["batches"])
-        limit = most * STATISTICS_BATCH or len(rows)
+        most = job.settings["batches"]
         add_statistics(
             content,
             message,
             job.model(state),
-            partial(job.batches, rows, limit, STATISTICS_BATCH),
+            partial(job.batches, rows, STATISTICS_BATCH, most * STATISTICS_BATCH),
             max_batches=most or None,
         )
     return Message(content, reply_to=message)
@@ -236,12 +244,12 @@ def _trained(job: ClientJob, arrays: ArrayRecord) -> tuple[dict[str, Tensor], fl
     path = folder / f"{key}.pt"
     shared = settings["cache"] != "" and os.access(folder, os.W_OK)
     if shared and path.exists():
-        result: tuple[dict[str, Tensor], float] = torch.load(path, weights_only=True)
-        return result
+        return torch.load(path, weights_only=True)
     model = job.model(arrays.to_torch_state_dict())
     if experiment.start == "different" and job.round == 1:
-        other = build_model(experiment, job.task.data, seed=job.stream)
-        model.load_state_dict(other.state_dict())
+        model.load_state_dict(
+            build_model(experiment, job.task.data, seed=job.stream).state_dict()
+        )
     loss = training.train(
         model,
         job.task,

@@ -77,14 +77,16 @@ def local_clients(app: ClientApp, count: int) -> LocalGrid:
     """Return a grid of nodes with one app and the partition ids 0 to ``count - 1``."""
     nodes = {}
     for client in range(count):
-        context = Context(
-            run_id=1,
-            node_id=client,
-            node_config={CLIENT_KEY: client},
-            state=RecordDict(),
-            run_config={},
+        nodes[client] = partial(
+            app,
+            context=Context(
+                run_id=1,
+                node_id=client,
+                node_config={CLIENT_KEY: client},
+                state=RecordDict(),
+                run_config={},
+            ),
         )
-        nodes[client] = partial(app, context=context)
     return LocalGrid(nodes)
 
 
@@ -105,34 +107,25 @@ class OrderedGrid(LazyGrid):
     def __init__(self, grid: Grid, count: int) -> None:
         super().__init__(grid)
         self.counted = Counter[str]()
-        nodes = list(grid.get_node_ids())
-        while len(nodes) < count:
+        while len(nodes := [*grid.get_node_ids()]) < count:
             log(INFO, "Waiting for nodes: %d of %d are connected.", len(nodes), count)
             time.sleep(1.0)
-            nodes = list(grid.get_node_ids())
-        questions = []
-        for node in nodes:
-            questions.append(
-                Message(
-                    RecordDict(),
-                    dst_node_id=node,
-                    message_type=MessageType.QUERY,
-                )
-            )
-        clients = []
-        node_of = {}
-        for reply in self.send_and_receive(questions):
-            if reply.has_content():
-                client = client_id(reply)
-                clients.append(client)
-                node_of[client] = reply.metadata.src_node_id
-        if [*range(count)] != sorted(node_of) or len(nodes) > count:
+        questions = [
+            Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
+            for node in nodes
+        ]
+        replies = [
+            reply for reply in self.send_and_receive(questions) if reply.has_content()
+        ]
+        replies.sort(key=client_id)
+        clients = [*map(client_id, replies)]
+        if clients != [*range(count)] or len(nodes) > count:
             raise RuntimeError(
-                f"The {len(nodes)} nodes have the partition ids {sorted(clients)}, but "
-                f"the experiment has {count} clients. Start one node per partition id "
-                "from 0 on."
+                f"The {len(nodes)} nodes have the partition ids {clients}, but the "
+                f"experiment has {count} clients. Start one node per partition id from "
+                "0 on."
             )
-        self._nodes = [node_of[client] for client in range(count)]
+        self._nodes = [reply.metadata.src_node_id for reply in replies]
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self._nodes)
@@ -165,5 +158,8 @@ class OrderedGrid(LazyGrid):
 
 
 def _bytes_of(message: Message) -> int:
-    records = message.content.array_records.values()
-    return sum(len(array.data) for record in records for array in record.values())
+    return sum(
+        len(array.data)
+        for record in message.content.array_records.values()
+        for array in record.values()
+    )

@@ -35,5 +35,10 @@ def main(grid: Grid, context: Context) -> None:
             f"out is '{out}'; give an absolute path, as in -c 'out=\"/data/run1\"'."
         )
     experiment = Experiment.from_flat(settings)
-    ordered = OrderedGrid(grid, experiment.clients)
-    simulate([experiment], out, "flwr run", Console(), Machine(workers=1, grid=ordered))
+    simulate(
+        [experiment],
+        out,
+        "flwr run",
+        Console(),
+        Machine(workers=1, grid=OrderedGrid(grid, experiment.clients)),
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from math import isnan
 
 from fedrot.simulations.report.tables import format_difference, number, spoken
 from fedrot.simulations.summary import (
@@ -29,10 +29,9 @@ def lead(verdict: Verdict) -> str:
     """Return what to use, what it gains most, and what other strategies are best in."""
     ours = verdict.recommended
     if not verdict.learned:
-        accuracy = number(verdict.most_frequent)
         return (
             "Nothing was learned: no strategy is better than always naming the most "
-            f"frequent class, accuracy {accuracy}."
+            f"frequent class, accuracy {number(verdict.most_frequent)}."
         )
     if len(verdict.standings) == 1:
         return f"Only {ours.name} has results: there is nothing to compare it with."
@@ -66,8 +65,10 @@ def _best(verdict: Verdict, metric: str) -> str:
     top = max(clear or gaining, key=gain, default=verdict.recommended)
     if top is verdict.recommended:
         return ""
-    difference = format_difference(top.against[metric])
-    return f" Best in {spoken(metric)}: {top.name}, {difference}."
+    return (
+        f" Best in {spoken(metric)}: {top.name}, "
+        f"{format_difference(top.against[metric])}."
+    )
 
 
 def sentences(verdict: Verdict) -> list[str]:
@@ -95,10 +96,9 @@ def _noise(verdict: Verdict) -> Iterator[str]:
     halves = [model.against[metric].smallest for model in models]
     known = [half for half in halves if half > 0]
     if known:
-        ends = span(known, number)
         yield (
-            f"With {verdict.seeds}, {spoken(metric)} has to differ by {ends} to be "
-            "beyond noise; brackets are 95 % intervals"
+            f"With {verdict.seeds}, {spoken(metric)} has to differ by "
+            f"{span(known, number)} to be beyond noise; brackets are 95 % intervals"
         )
 
 
@@ -112,36 +112,37 @@ def _costs(verdict: Verdict) -> Iterator[str]:
     if ours is not reference:
         worst += f", {reference.name} {number(reference.worst)}"
         messages += f"; {reference.name} {_messages(reference)}"
-    if not math.isnan(ours.worst):
+    if not isnan(ours.worst):
         yield f"Worst client, on its own held-out rows: {metric} {worst}"
-    if not math.isnan(ours.traffic):
+    if not isnan(ours.megabytes):
         yield f"All messages of the run: {messages}"
 
 
 def _messages(standing: Standing) -> str:
-    return f"{_megabytes(standing)}, {standing.requests:.0f} requests"
-
-
-def _megabytes(standing: Standing) -> str:
-    megabytes = number(standing.traffic / 1e6)
-    return f"{megabytes} MB"
+    return f"{number(standing.megabytes)} MB, {standing.requests:.0f} requests"
 
 
 def _others(verdict: Verdict) -> Iterator[str]:
     """Yield the strategies beside those two, by judgement."""
     reference = verdict.reference
-    named = (verdict.recommended, reference)
-    others = [standing for standing in verdict.standings if standing not in named]
-    models = [other for other in others if not other.bound]
+    others = [
+        standing
+        for standing in verdict.standings
+        if standing not in (verdict.recommended, reference)
+    ]
     for judgement, words in JUDGED.items():
-        judged = [model for model in models if model.judgement == judgement]
+        judged = [
+            _other(other, verdict)
+            for other in others
+            if other.judgement == judgement and not other.bound
+        ]
         if judged:
-            names = "; ".join(_other(model, verdict) for model in judged)
-            yield f"{words.format(reference.name)}: {names}"
+            yield f"{words.format(reference.name)}: {'; '.join(judged)}"
     for other in others:
         if other.bound:
-            means = _means(other, verdict)
-            yield f"For comparison {other.name} ({other.bound}): {means}"
+            yield (
+                f"For comparison {other.name} ({other.bound}): {_means(other, verdict)}"
+            )
 
 
 def _gains(verdict: Verdict) -> tuple[str, list[str]]:
@@ -150,15 +151,13 @@ def _gains(verdict: Verdict) -> tuple[str, list[str]]:
     Only gains in scores come first; without one, that of the headline metric does.
     """
     pairs = verdict.recommended.against
-    reference = verdict.reference.name
     clear = [metric for metric in verdict.judged if pairs[metric].verdict == "better"]
     gains = []
     for metric in dict.fromkeys([*clear, *verdict.judged]):
         pair = pairs[metric]
-        ours = number(pair.ours)
-        other = number(pair.other)
-        difference = format_difference(pair)
-        gains.append(f"{spoken(metric)} {ours}, {reference} {other} ({difference})")
+        ours = f"{spoken(metric)} {number(pair.ours)}"
+        other = f"{verdict.reference.name} {number(pair.other)}"
+        gains.append(f"{ours}, {other} ({format_difference(pair)})")
     scores = [metric for metric in clear if metric != "loss"]
     count = max(1, len(scores))
     return "; ".join(gains[:count]), gains[count:]
@@ -172,18 +171,20 @@ def _other(standing: Standing, verdict: Verdict) -> str:
     if standing.judgement in ("same", "diverged"):
         return standing.name
     pairs = standing.against
-    decided = ("better", "worse")
-    clear = [metric for metric in verdict.judged if pairs[metric].verdict in decided]
+    clear = [
+        metric
+        for metric in verdict.judged
+        if pairs[metric].verdict in ("better", "worse")
+    ]
     texts = [standing.name]
     for metric in clear or verdict.judged[:1]:
         texts.append(f"{spoken(metric)} {format_difference(pairs[metric])}")
-    if standing.traffic > 0:
-        texts.append(_megabytes(standing))
+    if standing.megabytes > 0:
+        texts.append(f"{number(standing.megabytes)} MB")
     return ", ".join(texts)
 
 
 def _means(standing: Standing, verdict: Verdict) -> str:
-    means = [
+    return ", ".join(
         f"{spoken(metric)} {number(standing.mean(metric))}" for metric in verdict.judged
-    ]
-    return ", ".join(means)
+    )

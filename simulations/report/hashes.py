@@ -30,18 +30,15 @@ def verified(file: Path, folder: Path) -> str:
     rounds = checkpoints.rounds()
     if not rounds:
         raise ValueError(f"'{folder}' has no checkpoints: there is nothing to verify.")
-    wrong = []
-    for before, after in pairwise(rows):
-        if before["sha256_after"] != after["sha256_before"]:
-            wrong.append(
-                f"Round {after['round']} did not begin with round {before['round']}'s "
-                "model."
-            )
+    wrong = [
+        f"Round {after['round']} did not begin with round {before['round']}'s model."
+        for before, after in pairwise(rows)
+        if before["sha256_after"] != after["sha256_before"]
+    ]
     first = rows[0]
     known = f"'{file}', with rounds {first['round']} to {rows[-1]['round']}"
     others = {*folder.glob("round-*")} - {*map(checkpoints.path, rounds)}
-    for path in sorted(others):
-        wrong.append(f"'{path}' is no checkpoint.")
+    wrong += [f"'{path}' is no checkpoint." for path in sorted(others)]
     for round_ in rounds:
         # A round in which nobody was asked has no row, and leaves the model as it was.
         expected = first["sha256_before"]
@@ -57,5 +54,7 @@ def verified(file: Path, folder: Path) -> str:
             wrong.append(f"{where} cannot be used: {error}")
     if wrong:
         raise RuntimeError("\n".join(wrong))
-    listed = ", ".join(map(str, rounds))
-    return f"Rounds {listed}: the models in '{folder}' are those of {known}."
+    return (
+        f"Rounds {', '.join(map(str, rounds))}: the models in '{folder}' are those of "
+        f"{known}."
+    )

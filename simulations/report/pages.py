@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ from rich.console import Console
 
 from fedrot._io import write_text
 from fedrot.alignment.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
+from fedrot.simulations import summary
 from fedrot.simulations.report import findings, plots, tables
-from fedrot.simulations.run_folder import Row, read_rows, read_run
-from fedrot.simulations.summary import LOWER_IS_BETTER, verdicts_of
+from fedrot.simulations.run_folder import OF_GROUP, Row, read_rows, read_run
 from fedrot.strategies.reporting.verdict import ends
 
 #: Results of a round's diagnosis, in words.
@@ -23,7 +23,7 @@ _FOUND = {
     WHOLE: "replies were in another basis, and were matched as whole models",
 }
 #: Fields of a row about a group of weights.
-_OF_GROUP = {"after", "found", "moved", "part", "layer", "client"}
+_OF_GROUP = {*OF_GROUP, "client"}
 
 
 def present(path: Path, console: Console) -> Path:
@@ -33,30 +33,26 @@ def present(path: Path, console: Console) -> Path:
     table. Returns the page's path. Raises the errors of ``read_run``.
     """
     run = read_run(path)
-    verdicts = verdicts_of(run)
+    verdicts = summary.verdicts_of(run)
     for verdict in verdicts:
-        lead = f"{verdict.experiment}: {findings.lead(verdict)}"
-        console.print(lead, style="bold", markup=False)
-    says = {}
+        console.print(
+            f"{verdict.experiment}: {findings.lead(verdict)}",
+            style="bold",
+            markup=False,
+        )
     for verdict in verdicts:
-        lines = [verdict.experiment] if len(verdicts) > 1 else []
+        lines = ["", verdict.experiment] if len(verdicts) > 1 else [""]
         if verdict.code:
             lines.append(f"  {verdict.code}")
         lines += [f"- {sentence}" for sentence in findings.sentences(verdict)]
-        text = "\n".join(lines)
-        console.print(f"\n{text}", markup=False, highlight=False)
+        console.print("\n".join(lines), markup=False, highlight=False)
         console.print(tables.results_table(verdict, verdict.judged))
-        for standing in verdict.standings:
-            sentence = standing.about.get("says")
-            if sentence:
-                says[standing.name] = sentence
     page = write_page(
         path / "report.html",
         "run.html.j2",
         name=path.resolve().name,
         run=run,
         verdicts=verdicts,
-        says=says,
     )
     console.print(f"Report: {page}", highlight=False)
     return page
@@ -78,26 +74,24 @@ def write_strategy_report(file: Path) -> Path:
             "'round'."
         )
     aligned: dict[int, list[Row]] = {}
-    verdicts: dict[int, str] = {}
     for row in rows:
         if "before" in row:
             aligned.setdefault(row["round"], []).append(row)
-        if "said" in row:
-            verdicts[row["round"]] = str(row["said"])
-    moved = [any(row["moved"] for row in groups) for groups in aligned.values()]
-    sentences = []
-    for round_ in ends(aligned):
-        diagnosis = diagnosis_of(aligned[round_])
-        sentences.append(f"Round {round_}: {_FOUND[diagnosis.choice]}.")
-    for round_ in ends(verdicts):
-        sentences.append(f"Round {round_}: {verdicts[round_]}.")
+    verdicts = {row["round"]: row["said"] for row in rows if "said" in row}
+    diagnoses = {
+        round_: _FOUND[diagnosis_of(aligned[round_]).choice] for round_ in ends(aligned)
+    }
+    sentences = [
+        f"Round {round_}: {texts[round_]}."
+        for texts in (diagnoses, verdicts)
+        for round_ in ends(texts)
+    ]
     return write_page(
         file.with_suffix(".html"),
         "strategy.html.j2",
         name=file.stem,
         rows=rows,
         aligned=aligned,
-        moved=sum(moved),
         sentences=sentences,
         series=_series(rows),
     )
@@ -105,12 +99,14 @@ def write_strategy_report(file: Path) -> Path:
 
 def _is_of_strategy(row: Row) -> bool:
     """Return whether a row has the fields that the page reads."""
-    measured = ("metrics" in row) == ("stage" in row)
-    moved = "before" not in row or row.keys() >= _OF_GROUP
-    return "round" in row and measured and moved
+    return (
+        "round" in row
+        and ("metrics" in row) == ("stage" in row)
+        and ("before" not in row or row.keys() >= _OF_GROUP)
+    )
 
 
-def _series(rows: Iterable[Row]) -> dict[str, list[tuple[int, float]]]:
+def _series(rows: Iterable[Row]) -> plots.Series:
     """Return rounds and values of the metrics by name.
 
     A list becomes one metric per entry, and null NaN.
@@ -123,8 +119,8 @@ def _series(rows: Iterable[Row]) -> dict[str, list[tuple[int, float]]]:
             if isinstance(value, list):
                 values = {f"{name}/{place}": entry for place, entry in enumerate(value)}
             for full, number in values.items():
-                by_round = series.setdefault(full, {})
-                by_round[row["round"]] = math.nan if number is None else float(number)
+                known = nan if number is None else float(number)
+                series.setdefault(full, {})[row["round"]] = known
     return {name: sorted(by_round.items()) for name, by_round in series.items()}
 
 
@@ -139,8 +135,14 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"number": tables.number, "spoken": tables.spoken}
-    environment.globals |= {"findings": findings, "plots": plots, "tables": tables}
-    environment.globals["lower_is_better"] = LOWER_IS_BETTER
-    write_text(path, environment.get_template(template).render(values))
+    page = environment.get_template(
+        template,
+        globals={
+            "findings": findings,
+            "plots": plots,
+            "summary": summary,
+            "tables": tables,
+        },
+    )
+    write_text(path, page.render(values))
     return path

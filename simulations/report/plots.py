@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import ceil
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from fedrot.simulations.report.tables import number, spoken
-from fedrot.simulations.run_folder import Row
+from fedrot.simulations.run_folder import FIELDS, Row
 from fedrot.simulations.summary import (
     CENTRAL,
     LOWER_IS_BETTER,
@@ -34,12 +34,15 @@ PALETTE = [
     "#000000",
     "#F0E442",
 ]
+#: One for each colour.
 MARKERS = "osD^vPX*"
 LINES = ("-", "--", "-.", ":")
 #: Perplexities of untrained models are a thousand times those of trained models.
 LOGARITHMIC = frozenset({"perplexity", "pseudo_perplexity"})
 #: Largest number of characters of a name in a picture.
 LONGEST = 32
+#: Rounds and values of metrics by name.
+Series: TypeAlias = Mapping[str, Sequence[tuple[int, float]]]
 #: Width in inches of a picture that can be read on a phone.
 NARROW = 4.4
 
@@ -51,10 +54,9 @@ def differences_plot(verdict: Verdict) -> Figure:
     recommended one is bold.
     """
     standings = verdict.standings
-    recommended = standings.index(verdict.recommended)
     places = range(len(standings))
-    figure, axes = new_figure(len(verdict.judged), height=0.27 * len(places) + 0.85)
-    for ax, metric in zip(axes, verdict.judged, strict=True):
+    figure, panels = new_figure(verdict.judged, height=0.27 * len(places) + 0.85)
+    for metric, ax in panels.items():
         pairs = [standing.against[metric] for standing in standings]
         ax.errorbar(
             [pair.mean for pair in pairs],
@@ -64,18 +66,20 @@ def differences_plot(verdict: Verdict) -> Figure:
             color=PALETTE[0],
         )
         ax.axvline(0, color="0.55", lw=1)
-        labels = [
-            f"{as_label(standing.name)}   {number(standing.mean(metric))}"
-            for standing in standings
-        ]
-        ax.set_yticks(places, labels)
-        ax.get_yticklabels()[recommended].set_fontweight("bold")
+        ax.set_yticks(
+            places,
+            [
+                f"{as_label(standing.name)}   {number(standing.mean(metric))}"
+                for standing in standings
+            ],
+        )
+        labels = ax.get_yticklabels()
+        labels[standings.index(verdict.recommended)].set_fontweight("bold")
         ax.set_ylim(len(places) - 0.4, -0.6)
         side = "left" if metric in LOWER_IS_BETTER else "right"
-        reference = as_label(verdict.reference.name)
         ax.set_xlabel(
             f"{as_label(spoken(metric))}: difference\n"
-            f"from {reference} ({side} is better)"
+            f"from {as_label(verdict.reference.name)} ({side} is better)"
         )
         ax.locator_params(axis="x", nbins=5)
         ax.grid(axis="x", color="0.9", lw=0.8)
@@ -89,21 +93,23 @@ def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> 
     decides its look. One with a single round is a level line. The axis follows the
     means: an interval may leave the frame.
     """
-    series: dict[str, dict[int, list[float]]] = {name: {} for name in strategies}
-    for row in rows:
-        shown = row["scope"] == CENTRAL and row["metric"] == metric
-        if shown and row["strategy"] in series:
-            by_round = series[row["strategy"]]
-            by_round.setdefault(row["round"], []).append(row["value"])
-    figure, (ax,) = new_figure(height=2.7)
+    import pandas
+
+    frame = pandas.DataFrame(rows, columns=FIELDS)
+    frame = frame[(frame["scope"] == CENTRAL) & (frame["metric"] == metric)]
+    figure, panels = new_figure([metric], height=2.7)
+    ax = panels[metric]
     drawn: list[float] = []
-    for index, (name, by_round) in enumerate(series.items()):
-        rounds = sorted(by_round)
-        pairs = [paired_difference(by_round[round_]) for round_ in rounds]
+    for index, name in enumerate(strategies):
+        by_round = frame[frame["strategy"] == name].groupby("round")["value"].agg(list)
+        rounds = [*by_round.index]
+        pairs = by_round.map(paired_difference)
         means = np.array([pair.mean for pair in pairs])
         halves = np.array([pair.smallest for pair in pairs])
         drawn += [*means[np.isfinite(means)]]
-        look = _look(index)
+        turn, place = divmod(index, len(PALETTE))
+        # Strategies with one colour and marker differ in their lines.
+        look = {"color": PALETTE[place], "ls": LINES[(index + turn) % len(LINES)]}
         if len(rounds) == 1:
             ax.axhline(means[0], lw=1, **look)
         ax.plot(
@@ -111,9 +117,9 @@ def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> 
             means,
             label=as_label(name),
             ms=4.5,
-            marker=MARKERS[index % len(MARKERS)],
+            marker=MARKERS[place],
             # At most a dozen markers: the lines stay visible.
-            markevery=math.ceil((len(rounds) + 1) / 12),
+            markevery=ceil((len(rounds) + 1) / 12),
             **look,
         )
         ax.fill_between(
@@ -140,18 +146,11 @@ def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> 
     return figure
 
 
-def _look(index: int) -> dict[str, Any]:
-    """Return the colour and line of the strategy at a place."""
-    colours = len(PALETTE)
-    # Strategies with one colour and marker differ in their lines.
-    line = LINES[(index + index // colours) % len(LINES)]
-    return {"color": PALETTE[index % colours], "ls": line}
-
-
-def rounds_plot(series: Mapping[str, Sequence[tuple[int, float]]]) -> Figure:
-    """Draw a small panel per metric; ``series`` is metric -> (round, value)."""
-    figure, axes = new_figure(len(series), height=1.5)
-    for ax, (name, values) in zip(axes, series.items(), strict=True):
+def rounds_plot(series: Series) -> Figure:
+    """Draw a small panel per metric."""
+    figure, panels = new_figure(series, height=1.5)
+    for name, ax in panels.items():
+        values = series[name]
         ax.plot(
             *zip(*values, strict=True),
             marker="o" if len(values) <= 30 else "",
@@ -164,20 +163,21 @@ def rounds_plot(series: Mapping[str, Sequence[tuple[int, float]]]) -> Figure:
     return figure
 
 
-def new_figure(rows: int = 1, *, height: float) -> tuple[Figure, list[Any]]:
-    """Return a figure and its panels, one below the other.
+def new_figure(names: Collection[str], height: float) -> tuple[Figure, dict[str, Any]]:
+    """Return a figure and its panels by name, one below the other.
 
     ``height`` is that of a panel, in inches.
     """
     # pyplot is not used: it chooses a display and keeps global state.
     from matplotlib.figure import Figure
 
+    rows = len(names)
     figure = Figure(figsize=(NARROW, height * rows), layout="constrained")
-    axes = list(figure.subplots(rows, squeeze=False).flat)
+    axes = figure.subplots(rows, squeeze=False).flatten()
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(axis="y", color="0.9", lw=0.8)
-    return figure, axes
+    return figure, dict(zip(names, axes, strict=True))
 
 
 def as_label(name: str) -> str:
@@ -203,5 +203,4 @@ def data_uri(figure: Figure) -> str:
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")
         figure.savefig(written, format="svg", dpi=200, metadata={"Date": None})
-    encoded = base64.b64encode(written.getvalue()).decode("ascii")
-    return f"data:image/svg+xml;base64,{encoded}"
+    return f"data:image/svg+xml;base64,{base64.b64encode(written.getvalue()).decode()}"

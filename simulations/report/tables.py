@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from math import isnan
+from typing import Literal, NamedTuple, TypeAlias
+
+from rich.console import Console, ConsoleOptions, RenderResult
 
 from fedrot.distances import Shares, shares_by
 from fedrot.simulations.run_folder import Row
 from fedrot.simulations.summary import Paired, Verdict, span
 from fedrot.symmetry import NO_LAYER
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
 
 #: A column of names is at least as wide as its names, up to this number of characters.
 WIDEST = 26
@@ -53,9 +52,9 @@ class Table:
             pad_edge=False,
             padding=(0, 1, 0, 0),
             show_edge=False,
+            title=Text(self.title) if self.title else None,
+            title_justify="left",
         )
-        table.title = Text(self.title) if self.title else None
-        table.title_justify = "left"
         for name, *cells in zip(self.header, *self.lines, strict=True):
             widest = max(map(len, [*name.split(), *cells]))
             if name in self.texts:
@@ -75,15 +74,26 @@ def results_table(verdict: Verdict, metrics: Sequence[str]) -> Table:
     headline = verdict.judged[0]
     lines = []
     for standing in verdict.standings:
-        means = [number(standing.mean(metric)) for metric in metrics]
+        means = map(standing.mean, metrics)
         difference = NONE
         if standing is not verdict.reference:
             difference = format_difference(standing.against[headline])
-        worst = number(standing.worst)
-        megabytes = number(standing.traffic / 1e6)
-        lines.append((standing.name, *means, difference, worst, megabytes))
-    against = f"{spoken(headline)} against {verdict.reference.name}"
-    header = ("strategy", *map(spoken, metrics), against, "worst client", "MB")
+        lines.append(
+            (
+                standing.name,
+                *map(number, means),
+                difference,
+                number(standing.worst),
+                number(standing.megabytes),
+            )
+        )
+    header = (
+        "strategy",
+        *map(spoken, metrics),
+        f"{spoken(headline)} against {verdict.reference.name}",
+        "worst client",
+        "MB",
+    )
     return _table(header, lines, ("strategy",))
 
 
@@ -92,22 +102,18 @@ def lost_table(rows: Iterable[Row]) -> Table | None:
 
     The strategy is left out if the rows have none.
     """
-    rounds_of: dict[tuple[str, str, str, str], list[int]] = {}
+    rounds_of: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
-        strategy = str(row.get("strategy", NONE))
         for what in {"dropped", "failed"} & row.keys():
-            client = str(row["client"])
-            reason = str(row[what])
-            reply = (strategy, client, what, reason)
-            rounds_of.setdefault(reply, []).append(row["round"])
+            reply = (row.get("strategy", NONE), row["client"], what, row[what])
+            rounds_of.setdefault(tuple(map(str, reply)), []).append(row["round"])
     if not rounds_of:
         return None
     lines = []
     for reply in sorted(rounds_of, key=lambda reply: -len(rounds_of[reply])):
-        strategy, client, what, reason = reply
+        *names, reason = reply
         rounds = rounds_of[reply]
-        times = str(len(rounds))
-        lines.append((strategy, client, what, times, span(rounds), reason))
+        lines.append((*names, str(len(rounds)), span(rounds), reason))
     header = ("strategy", "client", "what", "times", "rounds", "reason")
     return _table(header, lines, ("strategy", "client", "what", "reason"))
 
@@ -119,9 +125,7 @@ def _table(
 ) -> Table:
     """Return a table without the columns that are unknown in all lines."""
     columns = [
-        (name, *cells)
-        for name, *cells in zip(header, *lines, strict=True)
-        if {*cells} != {NONE}
+        column for column in zip(header, *lines, strict=True) if {*column[1:]} != {NONE}
     ]
     header, *lines = zip(*columns, strict=True)
     return Table("", header, lines, texts)
@@ -154,8 +158,7 @@ def clients_grid(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Grid:
     grid = {}
     for line, by_client in zip(lines, zip(*counts, strict=True), strict=True):
         grid[line] = [TableCell(str(count), count / most) for count in by_client]
-    columns = [f"{client} ({sum(rows)})" for client, rows in enumerate(counts)]
-    return columns, grid
+    return [f"{client} ({sum(rows)})" for client, rows in enumerate(counts)], grid
 
 
 def heat_map(rows: Iterable[Row]) -> Grid:
@@ -167,28 +170,25 @@ def heat_map(rows: Iterable[Row]) -> Grid:
     are of one strategy, with ``round``, ``part``, ``layer``, ``before``, ``after``,
     ``moved``, ``found`` and perhaps ``chance``.
     """
-    lines: dict[tuple[str, int], dict[int, TableCell]] = {}
-    for (part, layer, round_), shares in shares_by(rows, _place).items():
-        lines.setdefault((part, layer), {})[round_] = _share_cell(shares)
+    cells = {
+        place: _share_cell(shares) for place, shares in shares_by(rows, _place).items()
+    }
+    rounds = sorted({round_ for _, _, round_ in cells})
     # Parts stand in the order of the rows, and their layers in ascending order.
-    parts = [*dict.fromkeys(part for part, _ in lines)]
-    rounds = sorted(set[int]().union(*lines.values()))
-
-    def order(line: tuple[str, int]) -> tuple[int, int]:
-        part, layer = line
-        return parts.index(part), layer
-
+    layers_of: dict[str, set[int]] = {}
+    for part, layer, _ in cells:
+        layers_of.setdefault(part, set()).add(layer)
     grid = {}
-    for part, layer in sorted(lines, key=order):
-        name = part if layer == NO_LAYER else f"{part}, layer {layer}"
-        cells = lines[part, layer]
-        grid[name] = [cells.get(round_) for round_ in rounds]
+    for part, layers in layers_of.items():
+        for layer in sorted(layers):
+            name = part if layer == NO_LAYER else f"{part}, layer {layer}"
+            grid[name] = [cells.get((part, layer, round_)) for round_ in rounds]
     return rounds, grid
 
 
 def _place(row: Row) -> tuple[str, int, int]:
     """Return the part, layer and round of a row of alignment."""
-    return str(row["part"]), int(row["layer"]), int(row["round"])
+    return row["part"], row["layer"], row["round"]
 
 
 def _share_cell(shares: Shares) -> TableCell:
@@ -199,16 +199,12 @@ def _share_cell(shares: Shares) -> TableCell:
         kind = "chance"
     elif share < 0:
         kind = "grew"
-    return TableCell(
-        text=f"{100 * share:.0f}",
-        strength=min(abs(share) / FULL, 1.0),
-        kind=kind,
-    )
+    return TableCell(f"{100 * share:.0f}", min(abs(share) / FULL, 1.0), kind)
 
 
 def format_difference(difference: Paired) -> str:
     """Return ``+0.095 [+0.061, +0.129]``, or the verdict if there is no number."""
-    if difference.verdict == "same" or math.isnan(difference.mean):
+    if difference.verdict == "same" or isnan(difference.mean):
         return difference.verdict
     return format_interval(difference, "+")
 
@@ -216,7 +212,7 @@ def format_difference(difference: Paired) -> str:
 def format_interval(value: Paired, sign: Literal["", "+"] = "") -> str:
     """Return ``0.412 [0.301, 0.523]``, without an unknown interval."""
     mean = number(value.mean, sign)
-    if math.isnan(value.smallest):
+    if isnan(value.smallest):
         return mean
     low = number(value.mean - value.smallest, sign)
     high = number(value.mean + value.smallest, sign)
@@ -228,7 +224,7 @@ def number(value: float, sign: Literal["", "+"] = "") -> str:
 
     NaN is a dash.
     """
-    if math.isnan(value):
+    if isnan(value):
         return NONE
     value = round(value, 6) + 0.0  # never -0.000
     size = abs(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -42,22 +42,23 @@ _LENGTH = 256
 #: Rows per batch of features.
 _BATCH = 64
 
+#: A task; a model that receives the tensors of one model after the other; and its
+#: outputs in the order of the data's classes, the others behind, empty for language
+#: models.
+Judge: TypeAlias = tuple[Task, Any, list[int]]
 
-def prepared(saved: SavedModel, data: Mapping[str, Any]) -> tuple[Task, Any, list[int]]:
-    """Read data for models like ``saved``; ``data`` has fields of an experiment.
 
-    Returns the task; a model that receives the tensors of one model after the other;
-    and its outputs in the order of the data's classes, the others behind, empty for
-    language models.
-    """
+def prepared(saved: SavedModel, data: Mapping[str, Any]) -> Judge:
+    """Read data for models like ``saved``; ``data`` has fields of an experiment."""
     model = saved.build()
     config = model.config
     name = _task_name(saved.name, model)
     label_kind = ""
     if TASKS[name].classifies:
         kinds = {problem_type: kind for kind, problem_type in PROBLEM_TYPES.items()}
-        usual = "regression" if len(saved.labels) == 1 else ""
-        label_kind = kinds.get(config.problem_type, usual)
+        label_kind = kinds.get(
+            config.problem_type, "regression" if len(saved.labels) == 1 else ""
+        )
     positions = getattr(config, "max_position_embeddings", 0) or _LENGTH
     fields = {
         **data,
@@ -100,7 +101,7 @@ def _task_name(saved: str, model: Any) -> str:
 
 
 def verdict(
-    judge: tuple[Task, Any, list[int]],
+    judge: Judge,
     models: Sequence[SavedModel],
     merged: Tensors,
     fit_head: bool,
@@ -132,11 +133,13 @@ def verdict(
 
     best = max(scores, key=lambda name: worth(scores[name]))
     gain = worth(merged_scores) - worth(scores[best])
+    comparison = "as good as"
+    advice = f" Keep {best}, or try other --parts."
     if gain > 0:
-        comparison, advice = "better than", ""
-    else:
-        comparison = "worse than" if gain < 0 else "as good as"
-        advice = f" Keep {best}, or try other --parts."
+        comparison = "better than"
+        advice = ""
+    elif gain < 0:
+        comparison = "worse than"
     if order and not fit_head:
         advice += " --fit-head fits the task head to the training rows."
     first = (
@@ -189,7 +192,8 @@ def _fitted(
     )
     votes = Votes([losses], candidates)
     choice = choose(votes, old, fitted)
-    taken, back = choice.taken, np.argsort(order)
+    taken = choice.taken
+    back = np.argsort(order)
     changed = with_task_head(
         tensors,
         name,
@@ -226,8 +230,9 @@ def _order(task: Task, saved: SavedModel) -> list[int]:
     if unnamed or data.kind == "regression":
         outputs = wanted if len(wanted) == len(outputs) else [str(n) for n in numbers]
     odd = any(outputs.count(name) != 1 or wanted.count(name) != 1 for name in wanted)
-    several = data.kind == "multi" and not data.tags
-    if odd or (several and len(wanted) != len(outputs)):
+    if data.kind == "multi" and not data.tags:
+        odd = odd or len(wanted) != len(outputs)
+    if odd:
         raise FedrotError(
             f"The data has the classes {listed(wanted)}; the outputs of '{saved.name}' "
             f"are {listed(saved.labels)}. Give data with these classes, or correct the "

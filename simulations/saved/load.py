@@ -35,16 +35,17 @@ class SavedModel:
         return [str(name) for _, name in sorted(self.model.config.id2label.items())]
 
     @cached_property
-    def tokenizer(self) -> Any | None:
+    def tokenizer(self) -> Any:
         """The model's tokenizer, or None without its files."""
         from transformers import AutoTokenizer
         from transformers.utils.hub import cached_file
 
         source = source_of(self.name)
-        optional = {"_raise_exceptions_for_missing_entries": False}
         with loading(self.name):
             for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
-                if cached_file(source, file, **optional):
+                if cached_file(
+                    source, file, _raise_exceptions_for_missing_entries=False
+                ):
                     return AutoTokenizer.from_pretrained(source)
         return None
 
@@ -52,8 +53,7 @@ class SavedModel:
         """Return a float32 model of the class with random weights, in evaluation
         mode.
         """
-        config = copy.deepcopy(self.model.config)
-        return type(self.model)(config).float().eval()
+        return type(self.model)(copy.deepcopy(self.model.config)).float().eval()
 
 
 def load(name: str, whole: bool = False) -> SavedModel:
@@ -81,11 +81,12 @@ def load(name: str, whole: bool = False) -> SavedModel:
         model_class = getattr(transformers, class_name, None)
     with about(name):
         check_family(config.to_dict())
-    quantised = bool(getattr(config, "quantization_config", None))
-    if quantised or model_class is None:
+    what = ""
+    if model_class is None:
         what = f"a {class_name}, which transformers does not have"
-        if quantised:
-            what = "quantised"
+    if getattr(config, "quantization_config", None):
+        what = "quantised"
+    if what:
         raise FedrotError(
             f"'{name}' is {what}: its weights cannot be moved. dequantize() it with "
             "transformers and save it; for a class of your own use "

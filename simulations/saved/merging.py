@@ -82,8 +82,9 @@ def merge_models(
 
         judged = judge.prepared(first, data)
     symmetry = symmetry_of(first.model.config, first.tensors)
-    others = [other.tensors for other in models[1:]]
-    diagnosis = diagnose(first.tensors, others, symmetry)
+    diagnosis = diagnose(
+        first.tensors, [other.tensors for other in models[1:]], symmetry
+    )
     options = options_of(parts or diagnosis.choice)
     if set(options.parts) == set(WHOLE_MODEL):
         options = options.movable(symmetry)
@@ -128,9 +129,10 @@ def _average(
     if options.rotates:
         symmetry = symmetry.rotated
     else:
-        config = first.model.config.to_dict()
         # Small batches: a language model's outputs have the width of its vocabulary.
-        evidence = probing(first.build, config, symmetry, batch_size=64)
+        evidence = probing(
+            first.build, first.model.config.to_dict(), symmetry, batch_size=64
+        )
     find = finder(ours, symmetry, options, evidence=evidence)
     anchor = Anchor(ours)
     mean = Mean()
@@ -148,10 +150,10 @@ def _average(
             elif options.canonical:
                 moved = canonical(moved, symmetry)
             # It refuses tables that are tied in one model only.
-            single = {
-                name: tensor for name, tensor in moved.items() if name not in twins
-            }
-            mean.add(single, weight)
+            mean.add(
+                {name: tensor for name, tensor in moved.items() if name not in twins},
+                weight,
+            )
     merged = {
         name: tensor.to(ours[name].dtype) for name, tensor in mean.result().items()
     }
@@ -178,8 +180,9 @@ def _refuse_unlike(
     Their configurations and tokenizers are compared.
     """
     if "id2label" not in allowed and sorted(first.labels) == sorted(other.labels):
-        pairs = zip(first.labels, other.labels, strict=True)
-        for place, (here, there) in enumerate(pairs):
+        for place, (here, there) in enumerate(
+            zip(first.labels, other.labels, strict=True)
+        ):
             if here != there:
                 raise FedrotError(
                     "The task heads have the same classes in another order: output "
@@ -191,10 +194,10 @@ def _refuse_unlike(
     tokenized = all([first.tokenizer, other.tokenizer])
     for saved in (first, other):
         config = saved.model.config.to_dict()
-        tokenizer: Any = saved.tokenizer
         if tokenized:
-            tokens = tokenizer.get_vocab()
-            config["tokenizer"] = {number: token for token, number in tokens.items()}
+            config["tokenizer"] = {
+                number: token for token, number in saved.tokenizer.get_vocab().items()
+            }
         configs.append((saved.name, config))
     refuse_different(configs[0], configs[1], allowed)
 
@@ -268,8 +271,7 @@ def merge_adapters(
     for name, weight, adapter in zip(names, weights, adapters, strict=True):
         refuse_different(reference, (name, _compared(adapter.config)), allowed)
         with about(name):
-            update = AdapterUpdate(adapter.tensors, weight, adapter.settings)
-            average.add(update)
+            average.add(AdapterUpdate(adapter.tensors, weight, adapter.settings))
     merged, report = average.result()
     if out is not None:
         first.r = rank
@@ -277,9 +279,11 @@ def merge_adapters(
         first.lora_alpha = settings.alpha
         with writing(out) as folder:
             first.save_pretrained(folder)
-            contiguous = {name: tensor.contiguous() for name, tensor in merged.items()}
-            file = folder / SAFETENSORS_WEIGHTS_NAME
-            write_tensors(file, contiguous, {"format": "pt"})
+            write_tensors(
+                folder / SAFETENSORS_WEIGHTS_NAME,
+                {name: tensor.contiguous() for name, tensor in merged.items()},
+                {"format": "pt"},
+            )
     return [f"{report}."]
 
 
@@ -328,7 +332,7 @@ def _compared(config: Any) -> dict[str, Any]:
 
     The base is a folder or a name on the hub.
     """
-    fields: dict[str, Any] = config.to_dict()
+    fields = config.to_dict()
     base = fields["base_model_name_or_path"]
     if base:
         fields["base_model_name_or_path"] = os.path.relpath(os.path.realpath(base))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from fedrot.simulations.scenario import Architecture, Scenario
@@ -16,8 +17,9 @@ from fedrot.simulations.tasks.objective import (
 from fedrot.simulations.tasks.registry import register
 
 if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor, nn
+    from numpy import ndarray
+    from torch import Tensor
+    from torch.nn import Module
 
 #: Rows that are evaluated together.
 _ROWS = 128
@@ -44,7 +46,6 @@ class Classification(Objective):
 
     def __init__(self, scenario: Scenario, data: Any) -> None:
         super().__init__(scenario, data)
-        self.metrics = data.metrics
         if data.kind == "single":
             self.metrics += ("ece", "calibrated_loss")
 
@@ -55,7 +56,7 @@ class Classification(Objective):
 
         return encoded_texts(scenario, load_domains(scenario))
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: Module, batch: Batch) -> Tensor:
         from torch.nn.functional import binary_cross_entropy_with_logits
 
         if not self.data.domains:
@@ -68,9 +69,9 @@ class Classification(Objective):
 
     def evaluate(
         self,
-        model: nn.Module,
+        model: Module,
         encoded: Any,
-        rows: np.ndarray,
+        rows: ndarray,
     ) -> Scores:
         import numpy as np
 
@@ -85,15 +86,14 @@ class Classification(Objective):
         logits = np.concatenate(outputs)[np.argsort(np.concatenate(order))]
         labels = encoded.labels[rows]
         if self.data.domains:
-            domains = np.array(encoded.domains)[rows]
-            return self._by_domain(domains, logits, labels)
+            return self._by_domain(np.array(encoded.domains)[rows], logits, labels)
         return evaluate_predictions(self.data.kind, self.metrics, logits, labels)
 
     def _by_domain(
         self,
-        domains: np.ndarray,
-        logits: np.ndarray,
-        labels: np.ndarray,
+        domains: ndarray,
+        logits: ndarray,
+        labels: ndarray,
     ) -> Scores:
         """Return the scores of each domain, and their means.
 
@@ -107,8 +107,8 @@ class Classification(Objective):
         if not np.isfinite(logits).all():
             return self.diverged()
         scores = {}
-        losses: dict[str, list[float]] = {SEEN: [], UNSEEN: []}
-        values: dict[str, list[float]] = {SEEN: [], UNSEEN: []}
+        losses = defaultdict(list)
+        values = defaultdict(list)
         for domain in dict.fromkeys(domains):
             inside = domains == domain
             known = ~np.isnan(labels[inside][0])
@@ -122,6 +122,10 @@ class Classification(Objective):
             group = SEEN if domain in self.data.domains else UNSEEN
             values[group].append(result["macro_f1"])
             losses[group].append(result["loss"])
-        means = {name: float(np.mean(group)) for name, group in values.items() if group}
+        means = {
+            name: float(np.mean(values[name]))
+            for name in (SEEN, UNSEEN)
+            if name in values
+        }
         loss = float(np.mean(losses[SEEN] or losses[UNSEEN]))
         return {**means, **scores, "loss": loss}

@@ -19,8 +19,10 @@ from fedrot.simulations.tasks.objective import (
 from fedrot.simulations.tasks.registry import register
 
 if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor, nn
+    from numpy import ndarray
+    from numpy.random import Generator
+    from torch import Tensor
+    from torch.nn import Module
 
 #: Share of a row's ordinary tokens that is predicted; at least one token is.
 SHARE = 0.15
@@ -52,16 +54,16 @@ class LanguageModelling(Objective):
 
         return encoded_texts(scenario, load_texts(scenario))
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: Module, batch: Batch) -> Tensor:
         from torch.nn.functional import cross_entropy
 
         return cross_entropy(*self._predictions(model, batch))
 
     def evaluate(
         self,
-        model: nn.Module,
+        model: Module,
         encoded: Any,
-        rows: np.ndarray,
+        rows: ndarray,
     ) -> Scores:
         import torch
         from torch.nn.functional import cross_entropy
@@ -133,23 +135,22 @@ class MaskedLanguageModelling(LanguageModelling):
         super().__init__(scenario, data)
         tokenizer = tokenizer_for(scenario)
         vocabulary = tokenizer.get_vocab()
-        usual = ("[MASK]", "<mask>")
-        masks = [vocabulary[token] for token in usual if token in vocabulary]
-        if not masks:
+        mask = vocabulary.get("[MASK]", vocabulary.get("<mask>"))
+        if mask is None:
             raise DataError(
                 "the model's tokenizer has no mask token ([MASK] or <mask>), which "
                 "task 'mlm' needs; choose another model, or task 'classification'"
             )
-        self.mask = masks[0]
+        self.mask = mask
         added = tokenizer.get_added_tokens_decoder().items()
         special = [number for number, token in added if token.special]
-        self.special = np.unique([self.mask, *special])
+        self.special = np.unique([mask, *special])
         ordinary = np.setdiff1d([*vocabulary.values()], self.special)
         # A tokenizer may have tokens without an embedding.
         embedded = ordinary < settings_of(scenario, data).vocab_size
         self.ordinary = ordinary[embedded]
 
-    def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
+    def usable(self, encoded: Any, rows: ndarray) -> ndarray:
         """Return the rows with an ordinary token.
 
         Empty texts and unknown characters have none.
@@ -160,8 +161,8 @@ class MaskedLanguageModelling(LanguageModelling):
     def batch(
         self,
         encoded: Any,
-        rows: np.ndarray,
-        rng: np.random.Generator | None = None,
+        rows: ndarray,
+        rng: Generator | None = None,
     ) -> Batch:
         """Return rows with a ``SHARE`` of ordinary tokens hidden, at least one."""
         import numpy as np
@@ -171,8 +172,9 @@ class MaskedLanguageModelling(LanguageModelling):
         ids = batch["input_ids"].numpy()
         if rng is None:
             # A row's own generator: what is hidden does not depend on the batch.
-            seeds = [[_EVALUATION_SEED, int(row)] for row in rows]
-            generators = map(np.random.default_rng, seeds)
+            generators = [
+                np.random.default_rng([_EVALUATION_SEED, row]) for row in rows
+            ]
             scores = np.stack([each.random(ids.shape[1]) for each in generators])
             shown = np.full_like(ids, self.mask)
         else:
@@ -184,8 +186,8 @@ class MaskedLanguageModelling(LanguageModelling):
         padding = batch["attention_mask"].numpy() != 1
         fixed = np.isin(ids, self.special) | padding
         counts = (~fixed).sum(axis=1)
-        wanted = np.maximum(1, np.rint(SHARE * counts))
-        wanted = np.minimum(counts, wanted)
+        # At least one, if there is one.
+        wanted = np.clip(np.rint(SHARE * counts), 1, counts)
         order = np.where(fixed, np.inf, scores).argsort(axis=1, kind="stable")
         ranks = order.argsort(axis=1)
         hidden = ranks < wanted[:, None]
@@ -212,15 +214,15 @@ class CausalLanguageModelling(LanguageModelling):
     metrics = ("perplexity",)
     shifted = True
 
-    def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
+    def usable(self, encoded: Any, rows: ndarray) -> ndarray:
         """Return the rows with at least two tokens."""
         return rows[encoded.lengths(rows) > 1]
 
     def batch(
         self,
         encoded: Any,
-        rows: np.ndarray,
-        rng: np.random.Generator | None = None,
+        rows: ndarray,
+        rng: Generator | None = None,
     ) -> Batch:
         """Return rows with the tokens as ``labels``.
 
@@ -231,7 +233,7 @@ class CausalLanguageModelling(LanguageModelling):
         labels = batch["input_ids"].masked_fill(padding, IGNORED)
         return {**batch, "labels": labels}
 
-    def check(self, model: nn.Module, name: str, batch: Batch) -> None:
+    def check(self, model: Module, name: str, batch: Batch) -> None:
         """Raise ``FedrotError`` if the first token's outputs depend on later tokens."""
         import torch
 

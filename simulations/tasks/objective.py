@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from fedrot.simulations.data import BUNDLED
+from fedrot.simulations.data import BUNDLED, Names
 from fedrot.simulations.scenario import Architecture, Scenario
 
 # Help reads the traits of tasks: what computes is imported at first use.
 if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor, nn
+    from numpy import ndarray
+    from numpy.random import Generator
+    from torch import Tensor
+    from torch.nn import Module
 
 Batch: TypeAlias = "dict[str, Tensor]"
 Scores: TypeAlias = dict[str, float]
@@ -37,7 +40,7 @@ class Objective(ABC):
         joins_domains: whether several data sets may be the domains of one task.
         reads_pooling: whether a sentence-transformers model is pooled as it was saved.
         metrics: names in the result of ``evaluate``, without ``loss``, the headline
-            metric first.
+            metric first; if a class has none, those of its data.
     """
 
     name: str
@@ -49,7 +52,7 @@ class Objective(ABC):
     uses_labels: bool = True
     joins_domains: bool = False
     reads_pooling: bool = False
-    metrics: tuple[str, ...]
+    metrics: Names = ()
 
     def __init__(self, scenario: Scenario, data: Any) -> None:
         """Read what the objective needs.
@@ -57,6 +60,7 @@ class Objective(ABC):
         Raises ``DataError`` if the model does not fit.
         """
         self.data = data
+        self.metrics = self.metrics or data.metrics
 
     @staticmethod
     @abstractmethod
@@ -66,15 +70,15 @@ class Objective(ABC):
         Raises ``DataError``.
         """
 
-    def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
+    def usable(self, encoded: Any, rows: ndarray) -> ndarray:
         """Return the rows that have something to predict; default: all rows."""
         return rows
 
     def batch(
         self,
         encoded: Any,
-        rows: np.ndarray,
-        rng: np.random.Generator | None = None,
+        rows: ndarray,
+        rng: Generator | None = None,
     ) -> Batch:
         """Return rows as inputs and ``labels`` of a training step.
 
@@ -82,16 +86,16 @@ class Objective(ABC):
         """
         return {**encoded.batch(rows), "labels": encoded.targets(rows)}
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: Module, batch: Batch) -> Tensor:
         """Return the mean loss of a training batch, a scalar with a gradient."""
         return model(**model_inputs(model, batch)).loss
 
     @abstractmethod
     def evaluate(
         self,
-        model: nn.Module,
+        model: Module,
         encoded: Any,
-        rows: np.ndarray,
+        rows: ndarray,
     ) -> Scores:
         """Return the metrics and ``loss`` on one or more usable rows.
 
@@ -103,30 +107,30 @@ class Objective(ABC):
 
     def diverged(self) -> Scores:
         """Return the result of an evaluation without a loss: NaN for all metrics."""
-        return dict.fromkeys((*self.metrics, "loss"), float("nan"))
+        return dict.fromkeys((*self.metrics, "loss"), math.nan)
 
-    def check(self, model: nn.Module, name: str, batch: Batch) -> None:  # noqa: B027
+    def check(self, model: Module, name: str, batch: Batch) -> None:  # noqa: B027
         """Raise ``FedrotError`` if a model, in evaluation mode, is not for this task.
 
         ``name`` is the model's, for the message; ``batch`` is one encoded row.
         """
 
 
-def rows_with(rows: np.ndarray, has: Callable[[int], bool]) -> np.ndarray:
+def rows_with(rows: ndarray, has: Callable[[int], bool]) -> ndarray:
     """Return the rows for which ``has`` is true."""
     import numpy as np
 
     return rows[np.array([has(row) for row in rows], dtype=bool)]
 
 
-def shortest_first(encoded: Any, rows: np.ndarray, size: int) -> Iterator[np.ndarray]:
+def shortest_first(encoded: Any, rows: ndarray, size: int) -> Iterator[ndarray]:
     """Yield batches of indices of ``rows``, shortest rows first, for little padding."""
     order = encoded.lengths(rows).argsort(kind="stable")
     for start in range(0, len(order), size):
         yield order[start : start + size]
 
 
-def model_inputs(model: nn.Module, batch: Batch) -> Batch:
+def model_inputs(model: Module, batch: Batch) -> Batch:
     """Return the inputs, without segments for models that have none.
 
     DistilBERT, RoBERTa and decoders have none.

@@ -6,18 +6,20 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy import ndarray
 from scipy.special import log_softmax, softmax
 
 from fedrot.simulations.data.labels import Kind
+from fedrot.simulations.tasks.objective import Scores
 from fedrot.task_head.losses import TEMPERATURES
 
 
 def evaluate_predictions(
     kind: Kind,
     metrics: Sequence[str],
-    outputs: np.ndarray,
-    labels: np.ndarray,
-) -> dict[str, float]:
+    outputs: ndarray,
+    labels: ndarray,
+) -> Scores:
     """Score model outputs; the result has ``metrics`` and ``loss``.
 
     Args:
@@ -61,20 +63,17 @@ def evaluate_predictions(
         "pearson": lambda: _correlation(labels, outputs),
         "spearman": lambda: _correlation(rankdata(labels), rankdata(outputs)),
         "ece": lambda: _calibration_error(labels, outputs),
-        "calibrated_loss": lambda: _calibrated_loss(kind, labels, outputs),
+        "calibrated_loss": lambda: _calibrated_loss(labels, outputs),
         "loss": lambda: _loss(kind, labels, outputs),
     }
-    scores = {}
-    for name in (*metrics, "loss"):
-        scores[name] = float(functions[name]())
-    return scores
+    return {name: float(functions[name]()) for name in (*metrics, "loss")}
 
 
 def entity_scores(
-    truth: Sequence[np.ndarray],
-    predicted: Sequence[np.ndarray],
+    truth: Sequence[ndarray],
+    predicted: Sequence[ndarray],
     tags: Sequence[str],
-) -> dict[str, float]:
+) -> Scores:
     """Score whole entities: micro-averaged ``f1``, ``precision`` and ``recall``.
 
     An entity is correct if its type, its first and its last word are correct. As in
@@ -101,18 +100,16 @@ def entity_scores(
 
 
 def _calibrated_loss(
-    kind: Kind,
-    labels: np.ndarray,
-    outputs: np.ndarray,
+    labels: ndarray,
+    outputs: ndarray,
 ) -> float:
-    losses = (_loss(kind, labels, outputs / value) for value in TEMPERATURES)
-    return min(losses)
+    return min(_loss("single", labels, outputs / value) for value in TEMPERATURES)
 
 
 def _loss(
     kind: Kind,
-    labels: np.ndarray,
-    outputs: np.ndarray,
+    labels: ndarray,
+    outputs: ndarray,
 ) -> float:
     if kind == "regression":
         losses = (outputs - labels) ** 2
@@ -121,19 +118,19 @@ def _loss(
     else:
         rows = np.arange(len(labels))
         losses = -log_softmax(outputs, axis=1)[rows, labels]
-    return float(losses.mean())
+    return losses.mean()
 
 
-def _calibration_error(labels: np.ndarray, logits: np.ndarray) -> float:
+def _calibration_error(labels: ndarray, logits: ndarray) -> float:
     probabilities = softmax(logits, axis=1)
     confidence = probabilities.max(axis=1)
     hits = probabilities.argmax(axis=1) == labels
     bins = np.minimum((confidence * 15).astype(int), 14)
     gaps = np.bincount(bins, weights=hits - confidence)
-    return float(np.abs(gaps).sum() / len(labels))
+    return np.abs(gaps).sum() / len(labels)
 
 
-def _correlation(labels: np.ndarray, predictions: np.ndarray) -> float:
+def _correlation(labels: ndarray, predictions: ndarray) -> float:
     if np.ptp(labels) == 0 or np.ptp(predictions) == 0:
         return 0.0
     correlation = np.corrcoef(labels, predictions)[0, 1]

@@ -17,8 +17,8 @@ from fedrot.simulations.tasks.objective import (
 from fedrot.simulations.tasks.registry import register
 
 if TYPE_CHECKING:
-    import numpy as np
-    from torch import nn
+    from numpy import ndarray
+    from torch.nn import Module
 
 #: Rows that are evaluated together.
 _ROWS = 64
@@ -39,10 +39,6 @@ class TokenClassification(Objective):
     usual_data = ""
     peft = "TOKEN_CLS"
 
-    def __init__(self, scenario: Scenario, data: Any) -> None:
-        super().__init__(scenario, data)
-        self.metrics = data.metrics
-
     @staticmethod
     def read(scenario: Scenario) -> EncodedData:
         from fedrot.simulations.data.encode import encoded_texts
@@ -50,7 +46,7 @@ class TokenClassification(Objective):
 
         return encoded_texts(scenario, load_tags(scenario))
 
-    def usable(self, encoded: Any, rows: np.ndarray) -> np.ndarray:
+    def usable(self, encoded: Any, rows: ndarray) -> ndarray:
         """Return the rows with a tag to predict.
 
         Empty rows and unknown characters have none.
@@ -59,9 +55,9 @@ class TokenClassification(Objective):
 
     def evaluate(
         self,
-        model: nn.Module,
+        model: Module,
         encoded: Any,
-        rows: np.ndarray,
+        rows: ndarray,
     ) -> Scores:
         import torch
         from torch.nn.functional import cross_entropy

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, count, islice
 
 import numpy as np
 import torch
-from torch import nn
+from numpy import ndarray
+from numpy.random import Generator, default_rng
+from torch.nn import Module
 
 from fedrot.errors import FedrotError
+from fedrot.simulations.data import Names
 from fedrot.simulations.data.encode import Encoded, EncodedText
 from fedrot.simulations.data.labels import DataSet
 from fedrot.simulations.data.partition import partition_keys, split_clients
 from fedrot.simulations.data.read import DataError
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.tasks.objective import Batch, Objective, model_inputs
+from fedrot.simulations.tasks.objective import (
+    Batch,
+    Objective,
+    Scores,
+    model_inputs,
+    shortest_first,
+)
 from fedrot.simulations.tasks.registry import TASKS, read_encoded
 
 #: Number of batches that are made at once, from shuffled rows sorted by length.
@@ -40,26 +49,26 @@ class Task:
     train: Encoded
     test: Encoded
 
-    def clients(self, seed: int) -> list[np.ndarray]:
+    def clients(self, seed: int) -> list[ndarray]:
         """Return the numbers of each client's rows in the training split."""
         return _clients(self.experiment.to_json(), seed)
 
-    def partition(self, seed: int) -> tuple[Sequence[str], list[list[int]]]:
+    def partition(self, seed: int) -> tuple[Names, list[list[int]]]:
         """Return names of the classes, and row counts by client and class."""
         keys, names = partition_keys(self.data.train.labels, self.data.label_names)
-        counts = []
-        for part in self.clients(seed):
-            count = np.bincount(keys[part], minlength=len(names))
-            counts.append(count.tolist())
+        counts = [
+            np.bincount(keys[part], minlength=len(names)).tolist()
+            for part in self.clients(seed)
+        ]
         return names, counts
 
     def client_rows(
         self,
         seed: int,
         client: int,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[ndarray, ndarray]:
         """Return the numbers of a client's training rows and of its held-out rows."""
-        rng = np.random.default_rng([seed, client])
+        rng = default_rng([seed, client])
         rows = rng.permutation(self.clients(seed)[client])
         held = int(len(rows) * self.experiment.holdout)
         return np.sort(rows[held:]), np.sort(rows[:held])
@@ -80,12 +89,11 @@ def task_of(experiment_json: str) -> Task:
 
 
 @lru_cache(maxsize=16)
-def _clients(experiment_json: str, seed: int) -> list[np.ndarray]:
+def _clients(experiment_json: str, seed: int) -> list[ndarray]:
     task = task_of(experiment_json)
-    train = task.data.train
     return split_clients(
-        train.labels,
-        train.columns,
+        task.data.train.labels,
+        task.data.train.columns,
         task.experiment.partition,
         task.experiment.clients,
         seed,
@@ -99,44 +107,41 @@ def _report(rows: float) -> None:
 
 def batches(
     encoded: Encoded,
-    rows: np.ndarray,
+    rows: ndarray,
     size: int,
-    rng: np.random.Generator,
-) -> Iterator[np.ndarray]:
+    rng: Generator,
+) -> Iterator[ndarray]:
     """Yield batches of rows of similar length in random order; each row occurs once."""
     shuffled = rng.permutation(rows)
-    sorted_batches: list[np.ndarray] = []
+    sorted_batches = []
     for start in range(0, len(shuffled), size * _BUCKET):
         bucket = shuffled[start : start + size * _BUCKET]
-        order = encoded.lengths(bucket).argsort(kind="stable")
-        ordered = bucket[order]
-        for first in range(0, len(ordered), size):
-            sorted_batches.append(ordered[first : first + size])
+        for places in shortest_first(encoded, bucket, size):
+            sorted_batches.append(bucket[places])
     for index in rng.permutation(len(sorted_batches)):
         yield sorted_batches[index]
 
 
 def step_batches(
     task: Task,
-    model: nn.Module,
-    rows: np.ndarray,
+    model: Module,
+    rows: ndarray,
     limit: int,
     size: int,
     seed: int,
 ) -> Iterator[Batch]:
     """Yield at most ``limit`` random training rows, in batches of at most ``size``."""
-    rng = np.random.default_rng(seed)
-    usable = task.objective.usable(task.train, rows)
-    chosen = rng.permutation(usable)[:limit]
+    rng = default_rng(seed)
+    chosen = rng.permutation(task.objective.usable(task.train, rows))[:limit]
     for places in batches(task.train, chosen, size, rng):
         batch = task.objective.batch(task.train, places, rng)
         yield model_inputs(model, batch)
 
 
 def train(
-    model: nn.Module,
+    model: Module,
     task: Task,
-    rows: np.ndarray,
+    rows: ndarray,
     seed: int,
     epochs: float | None = None,
     lr: float | None = None,
@@ -155,8 +160,8 @@ def train(
     # 0.28 times 25 is a little more than 7 in floating-point numbers.
     steps = math.ceil((epochs or experiment.local_epochs) * an_epoch - 1e-9)
     torch.manual_seed(seed)
-    rng = np.random.default_rng(seed)
-    masks = np.random.default_rng([seed, 1])
+    rng = default_rng(seed)
+    masks = default_rng([seed, 1])
     optimizer = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=lr or experiment.lr,
@@ -164,16 +169,16 @@ def train(
         fused=True,
     )
     model.train()
-    endless = (batches(task.train, rows, size, rng) for _ in itertools.count())
-    every = itertools.chain.from_iterable(endless)
-    losses: list[float] = []
-    for places in itertools.islice(every, steps):
+    endless = (batches(task.train, rows, size, rng) for _ in count())
+    every = chain.from_iterable(endless)
+    losses = []
+    for places in islice(every, steps):
         batch = task.objective.batch(task.train, places, masks)
         loss = task.objective.loss(model, batch)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss.detach()))
+        losses.append(loss.item())
         _report(len(places))
     if not losses:
         return math.nan
@@ -181,11 +186,11 @@ def train(
 
 
 def evaluate(
-    model: nn.Module,
+    model: Module,
     task: Task,
     split: Encoded,
-    rows: np.ndarray,
-) -> dict[str, float]:
+    rows: ndarray,
+) -> Scores:
     """Return the task's metrics and ``loss`` on rows of a split.
 
     The headline metric is the first.
@@ -197,7 +202,7 @@ def evaluate(
     if not len(rows):
         return task.objective.diverged()
 
-    def count(
+    def note(
         _: object,
         __: object,
         inputs: Batch,
@@ -207,7 +212,7 @@ def evaluate(
         _report(EVALUATED * len(first))
 
     model.eval()
-    counted = model.register_forward_hook(count, with_kwargs=True)
+    counted = model.register_forward_hook(note, with_kwargs=True)
     with counted, torch.inference_mode():
         return task.objective.evaluate(model, split, rows)
 
@@ -218,7 +223,7 @@ def check_labels(task: Task) -> None:
     All are equal, or training and held-out rows share no class.
     """
     data = task.data
-    if not TASKS[task.experiment.task].classifies or data.kind == "multi":
+    if not task.objective.classifies or data.kind == "multi":
         return
     train = data.train.labels
     test = data.test.labels
@@ -235,7 +240,7 @@ def check_labels(task: Task) -> None:
         )
 
 
-def check_model(task: Task, model: nn.Module) -> None:
+def check_model(task: Task, model: Module) -> None:
     """Raise ``FedrotError`` if a model cannot be trained on the rows of a task.
 
     The longest rows of each split are used, and that with the largest token, because
@@ -251,7 +256,7 @@ def check_model(task: Task, model: nn.Module) -> None:
             raise DataError(f"{task.data.name}: no {split} row has anything to predict")
         tried = _hardest(encoded, rows)
         try:
-            batch = task.objective.batch(encoded, tried, np.random.default_rng(0))
+            batch = task.objective.batch(encoded, tried, default_rng(0))
             task.objective.loss(model, batch).backward()
             model.zero_grad(set_to_none=True)
         except Exception as error:  # models raise many unrelated kinds
@@ -265,7 +270,7 @@ def check_model(task: Task, model: nn.Module) -> None:
     task.objective.check(model, name, encoded.batch(tried[:1]))
 
 
-def _hardest(encoded: Encoded, rows: np.ndarray) -> np.ndarray:
+def _hardest(encoded: Encoded, rows: ndarray) -> ndarray:
     """Return the two longest rows and that with the largest token."""
     order = encoded.lengths(rows).argsort(kind="stable")
     hardest = rows[order[-2:]]

@@ -27,7 +27,7 @@ from fedrot.task_head.choice import (
     choose,
     keep_absent,
     reference_among,
-    with_fitted_heads,
+    with_fitted_task_heads,
 )
 from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.names import task_head_names
@@ -169,7 +169,7 @@ class Exchange:
     ) -> list[Candidate[Body]]:
         """Return a candidate's body with heads that are fitted to sums."""
         bias = task_head_names(self._clients.task_head)[1] in like.body.tensors
-        return with_fitted_heads(like, total, shrinkages, bias, priors)
+        return with_fitted_task_heads(like, total, shrinkages, bias, priors)
 
     def _without(
         self,

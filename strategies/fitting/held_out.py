@@ -22,8 +22,7 @@ from fedrot.task_head.votes import Votes, in_order
 def evaluate_at_clients(
     grid: Grid, config: ConfigRecord | None = None, timeout: float = 3600
 ) -> Callable[[int, ArrayRecord], MetricRecord]:
-    """Return a function that evaluates models on the held-out rows of all connected
-    clients.
+    """Return a function that evaluates models on the clients' held-out rows.
 
     Use it as ``Guard(metric, evaluate=...)``, which then needs no data at the server,
     and as ``evaluate_fn`` of ``start``. Its metrics are the ``loss`` and the

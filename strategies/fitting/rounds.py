@@ -1,6 +1,4 @@
-"""The mixin ``FitsTaskHead``: runs that start from a fitted task head, in which no
-round is worse.
-"""
+"""The mixin ``FitsTaskHead``: task heads fitted before and after every round."""
 
 from __future__ import annotations
 

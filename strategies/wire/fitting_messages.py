@@ -6,11 +6,9 @@ training rows by class, or evaluates task heads on its held-out rows.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from fedrot.strategies.wire.arrays import model_hash
 from fedrot.task_head.names import task_head_names
-from fedrot.tensors import Tensors
+from fedrot.tensors import TensorDict, Tensors
 
 #: The action of the requests, and their message type.
 ACTION = "fedrot_sums"
@@ -43,9 +41,9 @@ def hash_of(tensors: Tensors, task_head: str) -> str:
     return model_hash(tensors, task_head_names(task_head))
 
 
-def half_way(one: Tensors, other: Tensors) -> dict[str, Tensor]:
-    """Return the mean of two models; integers are those of the ``other``."""
+def half_way(old: Tensors, new: Tensors) -> TensorDict:
+    """Return the mean of two models; integers are those of the new one."""
     return {
-        name: (one[name] + tensor) / 2 if tensor.is_floating_point() else tensor
-        for name, tensor in other.items()
+        name: (old[name] + tensor) / 2 if tensor.is_floating_point() else tensor
+        for name, tensor in new.items()
     }

@@ -40,8 +40,8 @@ PACKAGES = {
 ROOMS = {
     "fedrot": (
         ("errors",),
-        ("_io",),
         ("tensors",),
+        ("_io",),
         ("symmetry",),
         ("options", "report", "distances"),
         ("collect",),

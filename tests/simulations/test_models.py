@@ -21,7 +21,12 @@ from fedrot.lora import adapter_tensors
 from fedrot.simulations import models
 from fedrot.simulations.data.tokenizers import bundled_tokenizer
 from fedrot.simulations.models import build_model, settings_of
-from fedrot.simulations.pretrained import loading, pad_id_of, source_of
+from fedrot.simulations.pretrained import (
+    PACKAGED,
+    loading,
+    pad_id_of,
+    source_of,
+)
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.registry import TASKS
 from fedrot.simulations.tasks.training import check_model, task_of
@@ -295,7 +300,7 @@ def test_a_packaged_model_is_the_folder_in_its_package(
     files = {file.name for file in Path(source_of("minilm")).iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
     assert source_of("google/bert") == "google/bert"
-    monkeypatch.setitem(pretrained.PACKAGED, "minilm", ("no_such_package", ""))
+    monkeypatch.setitem(PACKAGED, "minilm", ("no_such_package", ""))
     with pytest.raises(FedrotError, match="extra 'minilm'"):
         source_of("minilm")
     monkeypatch.chdir(tmp_path)

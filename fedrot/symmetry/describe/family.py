@@ -85,6 +85,7 @@ class Stack:
 
 #: What lies in a model: axes of tensors, blocks, and stacks of layers.
 Piece = Axes | Block | Stack
+Pieces = tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class When:
     """Items that a model has if it has a tensor, or meets a condition."""
 
     condition: str | Callable[[Config, Names], bool]
-    items: tuple[Piece, ...]
+    items: Pieces
 
     def holds(self, config: Config, names: Names) -> bool:
         """Return whether a model has the items."""
@@ -153,13 +154,13 @@ class Family:
     def __post_init__(self) -> None:
         if not isinstance(self.features, Mapping):
             return
-        silent = [name for name in self.model_types if name not in self.features]
-        if silent:
-            raise SymmetryError(
-                f"Family '{self.name}' does not say what bounds the features of "
-                f"'{silent[0]}'. Add it to 'features', as AfterTanh, AfterNorm, or "
-                "Unbounded with the reason."
-            )
+        for name in self.model_types:
+            if name not in self.features:
+                raise SymmetryError(
+                    f"Family '{self.name}' does not say what bounds the features of "
+                    f"'{name}'. Add it to 'features', as AfterTanh, AfterNorm, or "
+                    "Unbounded with the reason."
+                )
 
     def features_of(self, model_type: str) -> Features:
         """Return what bounds the features of a model type of this family."""
@@ -170,17 +171,18 @@ class Family:
     @property
     def stacks(self) -> tuple[str, ...]:
         """The names of the stacks."""
-        items = _chosen(self.body)
-        return tuple(item.name for item in items if isinstance(item, Stack))
+        return tuple(
+            item.name for item in _chosen(self.body) if isinstance(item, Stack)
+        )
 
     @property
-    def encoder(self) -> frozenset[str]:
+    def encoder(self) -> set[str]:
         """The modules of the encoder; task heads are outside of it."""
         modules = {*self.inside}
         for item in _chosen(self.body):
             names = (item.name,) if isinstance(item, Stack) else axes_of(item)
             modules.update(name.partition(".")[0] for name in names)
-        return frozenset(modules)
+        return modules
 
     def describe(self, config: Config, names: Names) -> tuple[Block, Axes]:
         """Return the body of one model, and the axes of its task heads and buffers."""
@@ -201,8 +203,9 @@ class Family:
             for end, axes in self.buffers.items():
                 if f".{name}".endswith(f".{end}"):
                     buffers[name] = (None,) * axes
-        spaces = self.spaces.items()
-        absent = [name for name, space in spaces if not space.exists(names)]
+        absent = [
+            name for name, space in self.spaces.items() if not space.exists(names)
+        ]
         inside = replace(body, axes=on_residual(body.axes, absent))
         return inside, on_residual(merged(*outside, buffers), absent)
 

@@ -6,7 +6,7 @@ contains a layer sets the layer number of its groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fedrot.symmetry.actions import (
@@ -16,9 +16,17 @@ from fedrot.symmetry.actions import (
     Permutation,
     QueryPermutation,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units
-from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, merged, norm, read
-from fedrot.symmetry.groups import NO_LAYER, Group, RedundantBias, Slice, Slot
+from fedrot.symmetry.describe.projections import Heads, Projections, Units, units
+from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, Norms, merged, norm, read
+from fedrot.symmetry.groups import (
+    NO_LAYER,
+    Group,
+    Groups,
+    Reasons,
+    RedundantBias,
+    Slice,
+    Slot,
+)
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.symmetry.signs import SignedPermutation
 
@@ -32,11 +40,11 @@ class Block:
     and ``last_norm``.
     """
 
-    groups: tuple[Group, ...] = ()
+    groups: Groups = ()
     axes: Axes = field(default_factory=dict)
     redundant_biases: tuple[RedundantBias, ...] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
-    norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    refused: Reasons = field(default_factory=dict)
+    norms: Norms = field(default_factory=dict)
 
     @property
     def layers(self) -> int:
@@ -58,7 +66,7 @@ def together(*blocks: Block | Axes) -> Block:
     """Return several blocks as one; axes are a block without groups."""
     groups: list[Group] = []
     biases: list[RedundantBias] = []
-    refused: dict[str, str] = {}
+    refused: Reasons = {}
     norms: dict[str, tuple[str, ...]] = {}
     for block in blocks:
         if not isinstance(block, Block):
@@ -81,9 +89,12 @@ def pre_norm(
     ``memory`` are the blocks' weights that read another norm's output.
     """
     inside = together(*blocks)
-    readers = (name for name, axes in inside.axes.items() if read(space) in axes)
-    weights = tuple(name for name in readers if name not in memory)
-    return together(norm(module, space), inside, Block(norms={module: weights}))
+    readers = (
+        name
+        for name, axes in inside.axes.items()
+        if read(space) in axes and name not in memory
+    )
+    return together(norm(module, space), inside, Block(norms={module: tuple(readers)}))
 
 
 def pre_normed(prefix: str, space: str = RESIDUAL, /, **blocks: Block) -> Block:
@@ -135,24 +146,20 @@ def attention(
     keys = heads.key_count
     queries = (projections.query, *projections.queries)
     key_side = (projections.key, *projections.keys)
-    values = projections.value
-    output = projections.output
 
     def queried(low: int, high: int) -> list[Slot]:
-        slots: list[Slot] = []
-        for units in queries:
-            slots += units.written(heads.count, dim, low, high)
-        return slots
+        written = (x.written(heads.count, dim, low, high) for x in queries)
+        return [slot for slots in written for slot in slots]
 
     def matched(low: int, high: int) -> tuple[Slot, ...]:
         slots = queried(low, high)
         # Contravariant to the queries: the scores, their products, stay the same.
-        for units in key_side:
-            slots += units.written(keys, dim, low, high, contravariant=True)
+        for projection in key_side:
+            slots += projection.written(keys, dim, low, high, contravariant=True)
         return tuple(slots)
 
-    heads_read = output.read(heads.count * dim)
-    value_output = (*values.written(keys, dim), heads_read)
+    heads_read = projections.output.read(heads.count * dim)
+    value_output = (*projections.value.written(keys, dim), heads_read)
     permuted = "" if heads.ordered else order or f"{name}heads"
     groups: list[Group] = []
 
@@ -175,30 +182,32 @@ def attention(
         rotation = HeadRotation(keys, dim - heads.rotary)
         add(end, "attention", rotation, matched(heads.rotary, dim))
     add("vo", "attention", HeadRotation(keys, dim), value_output)
-    query_axes = (units.between(None, space) for units in queries)
-    attended = (*key_side, values)
-    memory_axes = (units.between(None, memory or space) for units in attended)
-    axes = merged(*query_axes, *memory_axes, output.between(space, None))
+    query_axes = (x.between(None, space) for x in queries)
+    attended = (*key_side, projections.value)
+    memory_axes = (x.between(None, memory or space) for x in attended)
+    axes = merged(*query_axes, *memory_axes, projections.output.between(space, None))
+    biases = _redundant_biases(heads, projections, value_output)
     refused = {"heads": _ORDERED} if heads.ordered else {}
-    return Block(tuple(groups), axes, _redundant_biases(heads, projections), refused)
+    return Block(tuple(groups), axes, biases, refused)
 
 
-def _redundant_biases(heads: Heads, p: Projections) -> tuple[RedundantBias, ...]:
+def _redundant_biases(
+    heads: Heads, p: Projections, value_output: Sequence[Slot]
+) -> tuple[RedundantBias, ...]:
     """Return the biases of an attention block that can be 0.
 
     They are the key biases that add one number to all scores of a query, and the
-    values' bias.
+    values' bias. ``value_output`` are the values' units, and their place in the output.
     """
     dim = heads.dim
     keys = heads.key_count
     biases = []
-    for units in p.keys if p.key_bias_seen else (p.key, *p.keys):
-        if units.bias and heads.rotary < dim:
-            _, bias = units.written(keys, dim, heads.rotary, dim)
+    for key in p.keys if p.key_bias_seen else (p.key, *p.keys):
+        if key.bias and heads.rotary < dim:
+            _, bias = key.written(keys, dim, heads.rotary, dim)
             biases.append(RedundantBias(bias, keys))
     if p.value.bias and p.output.bias:
-        _, bias = p.value.written(keys, dim)
-        read_by = p.output.read(heads.count * dim)
+        _, bias, read_by = value_output
         biases.append(RedundantBias(bias, keys, read_by, p.output.bias_name))
     return tuple(biases)
 
@@ -212,8 +221,11 @@ def shared_heads(name: str, bias: str, blocks: Sequence[Block]) -> Block:
         bias: the relative-position bias ``[buckets, heads]`` that all blocks add.
     """
     whole = together(*blocks)
-    attentions = (group for group in whole.groups if group.part == "attention")
-    inside = [group for group in attentions if group.within == name]
+    inside = [
+        group
+        for group in whole.groups
+        if group.part == "attention" and group.within == name
+    ]
     if not (name and inside):
         return whole
     heads = inside[0].action.units
@@ -239,10 +251,23 @@ def feed_forward(
 
     Source: Zhang et al. 2025, Eq. 6-7.
     """
-    units = up.written(1, neurons)
+    slots = up.written(1, neurons)
+    reading = up.between(None, space)
+    action = Permutation(neurons)
     if gate is not None:
-        units += gate.written(1, neurons, unsigned=True)
-    action = Permutation(neurons) if gate is None else SignedPermutation(neurons)
-    group = Group(f"{name}ffn", NO_LAYER, "ffn", action, (*units, down.read(neurons)))
-    readers = [unit.between(None, space) for unit in (up, gate) if unit is not None]
-    return Block((group,), merged(*readers, down.between(space, None)))
+        slots += gate.written(1, neurons, unsigned=True)
+        reading = merged(reading, gate.between(None, space))
+        action = SignedPermutation(neurons)
+    group = Group(f"{name}ffn", NO_LAYER, "ffn", action, (*slots, down.read(neurons)))
+    return Block((group,), merged(reading, down.between(space, None)))
+
+
+def feed_forward_of(
+    p: str, neurons: int, modules: str, bias: bool = True, space: str = RESIDUAL
+) -> Block:
+    """Return the feed-forward block of whole modules, by their names after a prefix.
+
+    ``modules`` are up and down, such as ``fc1 fc2``, or up, down and gate.
+    """
+    up, down, *gates = units(p, modules, bias)
+    return feed_forward(p, neurons, up, down, next(iter(gates), None), space)

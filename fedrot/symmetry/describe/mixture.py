@@ -13,6 +13,7 @@ from fedrot.symmetry.describe.layers import Block
 from fedrot.symmetry.describe.spaces import RESIDUAL, read
 from fedrot.symmetry.groups import NO_LAYER, Group, Slice, Slot
 from fedrot.symmetry.signs import SignedOrders
+from fedrot.tensors import Shape
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class ExpertNeurons(SignedOrders):
     n: int
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return (self.experts, self.n)
 
     def act(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fedrot.errors import SymmetryError
-from fedrot.symmetry.describe.spaces import Axes, read
+from fedrot.symmetry.describe.spaces import Axes, Entry, read
 from fedrot.symmetry.groups import Slice, Slot
 
 #: The usual names of the four modules of an attention block.
@@ -54,20 +54,20 @@ class Units:
         heads: int,
         dim: int,
         low: int = 0,
-        high: int | None = None,
+        high: int = 0,
         contravariant: bool = False,
         unsigned: bool = False,
     ) -> list[Slot]:
         """Return the rows of the weight, then the entries of the bias.
 
-        The slots are the units from ``low`` to ``high`` of each of ``heads`` heads of
-        ``dim`` units.
+        The slots are the units from ``low`` to ``high`` (``dim`` if 0) of each of
+        ``heads`` heads of ``dim`` units.
 
         Raises:
             SymmetryError: only some units of each head are selected, but ``together``
                 is above 1.
         """
-        high = dim if high is None else high
+        high = high or dim
         if self.together > 1 and high - low < dim:
             raise SymmetryError(
                 f"The module '{self.module}' stores {self.together} heads side by "
@@ -94,7 +94,7 @@ class Units:
         axis = 0 if self.conv1d else 1
         return Slot(self.weight, axis, Slice(0, size), contravariant=True)
 
-    def between(self, out: str | None, into: str | None) -> Axes:
+    def between(self, out: Entry, into: Entry) -> Axes:
         """Return the axes of the module, which reads ``into`` and writes ``out``."""
         entry = read(into)
         weight = (entry, out) if self.conv1d else (out, entry)
@@ -222,3 +222,9 @@ class Projections:
         if by_head:
             query = replace(query, together=shared)
         return cls(query, key, value, output)
+
+    @classmethod
+    def query_key_value(cls, p: str, heads: Heads, bias: bool = True) -> Projections:
+        """Return Megatron's two modules: ``query_key_value`` by head, and ``dense``."""
+        output = Units(f"{p}dense", bias)
+        return cls.fused(f"{p}query_key_value", heads, output, bias, by_head=True)

@@ -15,8 +15,14 @@ from fedrot.symmetry.actions import Permutation
 
 RESIDUAL = "residual"
 
-#: By tensor, the space on each of its axes.
-Axes = Mapping[str, tuple[str | None, ...]]
+#: An entry of an axis: a space, also in bars or after an angle, or None.
+Entry = str | None
+
+#: By tensor, the entry of each of its axes.
+Axes = Mapping[str, tuple[Entry, ...]]
+
+#: By norm, the weights that read it; empty for the last norm.
+Norms = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -38,12 +44,12 @@ class Space:
         return (not self.present or self.present in names) and self.absent not in names
 
 
-def read(space: str | None) -> str | None:
+def read(space: Entry) -> Entry:
     """Return the entry of an axis that reads the space."""
     return space and f"<{space}"
 
 
-def linear(module: str, out: str | None, into: str | None) -> Axes:
+def linear(module: str, out: Entry, into: Entry) -> Axes:
     """Return the axes of a ``Linear`` module that reads ``into`` and writes ``out``."""
     return {f"{module}.weight": (out, read(into)), f"{module}.bias": (out,)}
 
@@ -66,7 +72,7 @@ def merged(*axes: Axes) -> Axes:
 def on_residual(axes: Axes, spaces: Collection[str]) -> Axes:
     """Return the axes with ``spaces`` replaced by the residual stream."""
 
-    def renamed(entry: str | None) -> str | None:
+    def renamed(entry: Entry) -> Entry:
         if entry and space_of(entry) in spaces:
             return entry.replace(space_of(entry), RESIDUAL)
         return entry

@@ -22,6 +22,7 @@ from fedrot import WHOLE_MODEL, AlignmentOptions, Symmetry, align, random_equiva
 from fedrot.alignment.anchors import align_round
 from fedrot.matching import chance
 from fedrot.matching.anchor import Anchor, Spread
+from fedrot.matching.candidates import without_common_tensors
 from fedrot.matching.chance import line_of, null_models
 from fedrot.matching.inside_heads import RotationSolver
 from fedrot.matching.pairs import count_once
@@ -404,7 +405,7 @@ def test_the_quantile_of_orders_bounds_all_of_them_together() -> None:
     state, symmetry = bert(16)
     (group,) = symmetry.select(("ffn",))
     units = group.action.units
-    entries = chance.entries_of(group, state)
+    entries = count_once(group.slots, state)
     order = torch.arange(units)
     order[[3, 5, 8]] = order[[5, 8, 3]]
     moved = apply_moves(state, [Move(group, order)])
@@ -424,10 +425,10 @@ def test_groups_that_share_a_tensor_are_in_different_lists() -> None:
         Group(name, 0, "ffn", ORDERS.action, [Slot(t, 0, Slice(0, 4)) for t in touched])
         for name, touched in tensors.items()
     ]
-    batches = chance.without_common_tensors(groups)
+    batches = without_common_tensors(groups)
     names = ["".join(group.name for group in batch) for batch in batches]
     assert names == ["acd", "b", "e"]
-    assert chance.without_common_tensors([]) == []
+    assert without_common_tensors([]) == []
 
 
 def test_near_is_up_to_a_twentieth_of_the_anchor_and_entries_count_once() -> None:
@@ -435,13 +436,12 @@ def test_near_is_up_to_a_twentieth_of_the_anchor_and_entries_count_once() -> Non
     state, symmetry = bert(width=8, heads=2)
     problem = Problem(Anchor(state), state, symmetry, AlignmentOptions())
     counts = {"qk": 2 * (64 + 8), "vo": 2 * 64 + 8}
-    shapes = {name: tensor.shape for name, tensor in state.items()}
     for group in symmetry.select(("attention",)):
         entries = counts.pop(group.name.split(".")[-1])
-        assert chance.entries_of(group, state) == entries
-        assert count_once((*group.slots, *group.slots), shapes) == entries
+        assert count_once(group.slots, state) == entries
+        assert count_once((*group.slots, *group.slots), state) == entries
         slot = group.slots[0]
-        assert count_once((slot, replace(slot, axis=1)), shapes) == 64
+        assert count_once((slot, replace(slot, axis=1)), state) == 64
         most = 0.05 * problem.anchor.size(group)
         near = most * group.action.free / entries
         assert chance.near_chance(problem, group, most) == pytest.approx(near)
@@ -461,7 +461,7 @@ def test_a_multiple_of_the_anchor_has_no_noise_and_none_of_nothing_a_slope() -> 
         assert 0 <= line.size < 1e-6
     line = line_of(group, {name: 0 * t for name, t in state.items()}, state)
     assert line.slope == 0
-    size = (squared(group, state) / chance.entries_of(group, state)) ** 0.5
+    size = (squared(group, state) / count_once(group.slots, state)) ** 0.5
     assert line.size == pytest.approx(size)
 
 

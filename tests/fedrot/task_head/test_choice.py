@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedrot.errors import UpdateError
-from fedrot.task_head.choice import Candidate, choose, with_fitted_heads
+from fedrot.task_head.choice import Candidate, choose, with_fitted_task_heads
 from fedrot.task_head.votes import Votes
 from tests.fedrot.task_head.classifiers import answer, sums_of
 
@@ -34,9 +34,9 @@ def test_heads_whose_logits_have_no_loss_are_refused(spread: float, fits: bool) 
     sums = sums_of(spread * noise + 2 * labels[:, None], labels, outputs=2)
     like = Candidate("body", NOTHING, NOTHING, share=0.5)
     if fits:
-        (candidate,) = with_fitted_heads(like, sums, [0.1], True)
+        (candidate,) = with_fitted_task_heads(like, sums, [0.1], True)
         assert (candidate.body, candidate.share) == ("body", 0.5)
         assert candidate.shrinkage == 0.1
     else:
         with pytest.raises(UpdateError, match="too large"):
-            with_fitted_heads(like, sums, [0.1], True)
+            with_fitted_task_heads(like, sums, [0.1], True)

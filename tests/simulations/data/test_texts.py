@@ -64,7 +64,7 @@ def test_columns_of_texts_pairs_and_labels_are_found_or_chosen(
         )
         assert "one in 5 of each class" in data.said  # of the chosen labels
     one = load_texts(chosen(path, label_column="mood", text_column=second))
-    assert (one.train.second, [*one.train.columns]) == (None, [first, "label"])
+    assert (one.train.second, [*one.train.columns]) == ((), [first, "label"])
 
 
 def test_rows_of_splits_are_counted_in_their_file(tmp_path: Path) -> None:

@@ -8,25 +8,23 @@ from fedrot.symmetry.describe.family import NORM_IN_FRONT, Config, Family, Names
 from fedrot.symmetry.describe.layers import (
     Block,
     attention,
-    feed_forward,
+    feed_forward_of,
     last_norm,
     pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units, units
+from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import embedding, norm
 from fedrot.symmetry.describe.task_heads import UNMEASURED
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
     heads = replace(Heads.of(config, "n_head"), ordered=True)
-    fused = f"{p}self_attention.query_key_value"
-    output = Units(f"{p}self_attention.dense")
-    projections = Projections.fused(fused, heads, output, by_head=True)
-    up, down = units(p, "mlp.dense_h_to_4h mlp.dense_4h_to_h")
+    projections = Projections.query_key_value(f"{p}self_attention.", heads)
+    modules = "mlp.dense_h_to_4h mlp.dense_4h_to_h"
     return pre_normed(
         p,
         input_layernorm=attention(p, heads, projections),
-        post_attention_layernorm=feed_forward(p, 4 * config["hidden_size"], up, down),
+        post_attention_layernorm=feed_forward_of(p, 4 * config["hidden_size"], modules),
     )
 
 

@@ -6,12 +6,12 @@ from fedrot.symmetry.describe.family import Config, Family, Names, Stack
 from fedrot.symmetry.describe.layers import (
     Block,
     attention,
-    feed_forward,
+    feed_forward_of,
     last_norm,
     pre_norm,
     pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units, units
+from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import embedding
 from fedrot.symmetry.describe.task_heads import UNMEASURED
 
@@ -37,13 +37,11 @@ def _norms(config: Config) -> tuple[str, ...]:
 def _layer(config: Config, names: Names, p: str) -> Block:
     heads = _heads(config)
     bias = config["bias"]
-    fused = f"{p}self_attention.query_key_value"
-    output = Units(f"{p}self_attention.dense", bias)
-    projections = Projections.fused(fused, heads, output, bias, by_head=True)
-    up, down = units(p, "mlp.dense_h_to_4h mlp.dense_4h_to_h", bias)
+    projections = Projections.query_key_value(f"{p}self_attention.", heads, bias)
+    modules = "mlp.dense_h_to_4h mlp.dense_4h_to_h"
     blocks = [
         attention(p, heads, projections),
-        feed_forward(p, config["ffn_hidden_size"], up, down),
+        feed_forward_of(p, config["ffn_hidden_size"], modules, bias),
     ]
     norms = _norms(config)
     if len(norms) == 1:

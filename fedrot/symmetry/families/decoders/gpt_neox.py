@@ -15,11 +15,11 @@ from fedrot.symmetry.describe.family import (
 from fedrot.symmetry.describe.layers import (
     Block,
     attention,
-    feed_forward,
+    feed_forward_of,
     last_norm,
     pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, Units, units
+from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import embedding
 from fedrot.symmetry.describe.task_heads import PLAIN, UNMEASURED, read_out
 
@@ -28,14 +28,13 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     whole = Heads.of(config)
     bias = config.get("attention_bias", True)
     heads = replace(whole, rotary=rotary_units(config, whole.dim, default=0.25))
-    output = Units(f"{p}attention.dense", bias)
-    fused = f"{p}attention.query_key_value"
-    projections = Projections.fused(fused, heads, output, bias, by_head=True)
-    up, down = units(p, "mlp.dense_h_to_4h mlp.dense_4h_to_h")
+    projections = Projections.query_key_value(f"{p}attention.", heads, bias)
+    modules = "mlp.dense_h_to_4h mlp.dense_4h_to_h"
+    feeding = feed_forward_of(p, config["intermediate_size"], modules)
     return pre_normed(
         p,
         input_layernorm=attention(p, heads, projections),
-        post_attention_layernorm=feed_forward(p, config["intermediate_size"], up, down),
+        post_attention_layernorm=feeding,
     )
 
 

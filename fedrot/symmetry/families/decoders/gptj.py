@@ -8,11 +8,11 @@ from fedrot.symmetry.describe.family import BUFFERS, Config, Family, Names, Stac
 from fedrot.symmetry.describe.layers import (
     Block,
     attention,
-    feed_forward,
+    feed_forward_of,
     last_norm,
     pre_norm,
 )
-from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, units
+from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections
 from fedrot.symmetry.describe.spaces import embedding
 from fedrot.symmetry.describe.task_heads import UNMEASURED
 
@@ -23,11 +23,10 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     heads = replace(whole, rotary=rotary, interleaved=True)
     projections = Projections.separate(f"{p}attn.", Q_K_V_OUT, bias=False)
     neurons = config.get("n_inner") or 4 * config["n_embd"]
-    up, down = units(p, "mlp.fc_in mlp.fc_out")
     return pre_norm(
         f"{p}ln_1",
         attention(p, heads, projections),
-        feed_forward(p, neurons, up, down),
+        feed_forward_of(p, neurons, "mlp.fc_in mlp.fc_out"),
     )
 
 

@@ -12,11 +12,11 @@ from fedrot.symmetry.describe.family import ROTATED, Config, Family, Layer, Name
 from fedrot.symmetry.describe.layers import (
     Block,
     attention,
-    feed_forward,
+    feed_forward_of,
     last_norm,
     pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, units
+from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding
 from fedrot.symmetry.describe.task_heads import AfterNorm, Features
 from fedrot.symmetry.signs import SignedPermutation
@@ -32,8 +32,8 @@ def heads_of(config: Config, normed: bool = False) -> Heads:
 def gated(config: Config, p: str) -> Block:
     """Return a gated feed-forward block of three modules."""
     bias = config.get("mlp_bias", False)
-    gate, up, down = units(p, "mlp.gate_proj mlp.up_proj mlp.down_proj", bias)
-    return feed_forward(p, config["intermediate_size"], up, down, gate)
+    modules = "mlp.up_proj mlp.down_proj mlp.gate_proj"
+    return feed_forward_of(p, config["intermediate_size"], modules, bias)
 
 
 def two_blocks(p: str, attending: Block, feeding: Block) -> Block:
@@ -43,8 +43,9 @@ def two_blocks(p: str, attending: Block, feeding: Block) -> Block:
 
 def projections(p: str, bias: bool, output_bias: bool) -> Projections:
     """Return the projections of four modules."""
-    modules = "q_proj k_proj v_proj o_proj"
-    return Projections.separate(f"{p}self_attn.", modules, bias, output_bias)
+    return Projections.separate(
+        f"{p}self_attn.", "q_proj k_proj v_proj o_proj", bias, output_bias
+    )
 
 
 #: The norm before a classifier of LLaMA's modules.
@@ -59,15 +60,14 @@ def decoder(
     stream: str = ROTATED,
 ) -> Family:
     """Return a family with LLaMA's modules around the layers."""
-    body = (
-        embedding("embed_tokens"),
-        Stack("layers", "num_hidden_layers", layer),
-        last_norm("norm"),
-    )
     return Family(
         name,
         model_types,
-        body,
+        body=(
+            embedding("embed_tokens"),
+            Stack("layers", "num_hidden_layers", layer),
+            last_norm("norm"),
+        ),
         spaces={RESIDUAL: Space(SignedPermutation)},
         inside=("rotary_emb",),
         stream=stream,

@@ -6,12 +6,12 @@ from fedrot.symmetry.describe.family import Config, Family, Names, Stack, When, 
 from fedrot.symmetry.describe.layers import (
     Block,
     attention,
-    feed_forward,
+    feed_forward_of,
     last_norm,
     pre_normed,
     together,
 )
-from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, units
+from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding, norm
 from fedrot.symmetry.describe.task_heads import UNMEASURED, read_out
 
@@ -19,10 +19,9 @@ from fedrot.symmetry.describe.task_heads import UNMEASURED, read_out
 def _layer(config: Config, names: Names, p: str) -> Block:
     bias = config.get("enable_bias", True)
     projections = Projections.separate(f"{p}self_attn.", Q_K_V_OUT, bias)
-    up, down = units(p, "fc1 fc2", bias)
     blocks = {
         "self_attn_layer_norm": attention(p, Heads.of(config), projections),
-        "final_layer_norm": feed_forward(p, config["ffn_dim"], up, down),
+        "final_layer_norm": feed_forward_of(p, config["ffn_dim"], "fc1 fc2", bias),
     }
     if config.get("do_layer_norm_before", True):
         return pre_normed(p, **blocks)

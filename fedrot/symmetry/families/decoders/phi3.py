@@ -20,8 +20,7 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     neurons = config["intermediate_size"]
     heads = replace(whole, rotary=rotary_units(config, whole.dim))
     output, down = units(p, "self_attn.o_proj mlp.down_proj", False)
-    fused = f"{p}self_attn.qkv_proj"
-    projections = Projections.fused(fused, heads, output, bias=False)
+    projections = Projections.fused(f"{p}self_attn.qkv_proj", heads, output, bias=False)
     gate, up = (Units(f"{p}mlp.gate_up_proj", False, start) for start in (0, neurons))
     feeding = feed_forward(p, neurons, up, down, gate)
     return two_blocks(p, attention(p, heads, projections), feeding)

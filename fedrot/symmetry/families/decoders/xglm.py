@@ -6,12 +6,12 @@ from fedrot.symmetry.describe.family import Config, Family, Names, Stack
 from fedrot.symmetry.describe.layers import (
     Block,
     attention,
-    feed_forward,
+    feed_forward_of,
     last_norm,
     pre_normed,
     together,
 )
-from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, units
+from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections
 from fedrot.symmetry.describe.spaces import embedding
 from fedrot.symmetry.describe.task_heads import UNMEASURED
 
@@ -25,11 +25,10 @@ _FIXED = (
 def _layer(config: Config, names: Names, p: str) -> Block:
     heads = Heads.of(config, "attention_heads", "d_model")
     projections = Projections.separate(f"{p}self_attn.", Q_K_V_OUT)
-    up, down = units(p, "fc1 fc2")
     layer = pre_normed(
         p,
         self_attn_layer_norm=attention(p, heads, projections),
-        final_layer_norm=feed_forward(p, config["ffn_dim"], up, down),
+        final_layer_norm=feed_forward_of(p, config["ffn_dim"], "fc1 fc2"),
     )
     return together(layer, Block(refused={"residual": _FIXED}))
 

@@ -8,12 +8,12 @@ from fedrot.symmetry.describe.family import (
     POST_NORM,
     Config,
     Family,
-    Item,
     Names,
+    Pieces,
     Stack,
 )
-from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
-from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, units
+from fedrot.symmetry.describe.layers import Block, attention, feed_forward_of, together
+from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections
 from fedrot.symmetry.describe.spaces import Axes, Space, embedding, norm
 from fedrot.symmetry.describe.task_heads import PLAIN, AfterTanh, two_layers
 from fedrot.symmetry.signs import SignedPermutation
@@ -29,15 +29,14 @@ def _layer(
         projections = Projections.separate(f"{p}{name}.", Q_K_V_OUT)
         attended.append(attention(f"{p}{name}.", heads, projections))
         attended.append(norm(f"{p}{name}_layer_norm"))
-    up, down = units(p, "fc1 fc2")
     return (
         together(*attended),
-        feed_forward(p, config[f"{side}_ffn_dim"], up, down),
+        feed_forward_of(p, config[f"{side}_ffn_dim"], "fc1 fc2"),
         together(norm(f"{p}final_layer_norm")),
     )
 
 
-def _side(side: str) -> tuple[Item, ...]:
+def _side(side: str) -> Pieces:
     return (
         embedding(f"{side}.embed_tokens"),
         embedding(f"{side}.embed_positions"),

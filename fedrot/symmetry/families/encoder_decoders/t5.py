@@ -8,16 +8,16 @@ T5 1.1's feed-forward is gated.
 
 from __future__ import annotations
 
-from fedrot.symmetry.describe.family import Config, Family, Names, Piece, Stack, When
+from fedrot.symmetry.describe.family import Config, Family, Names, Pieces, Stack, When
 from fedrot.symmetry.describe.layers import (
     Block,
     attention,
-    feed_forward,
+    feed_forward_of,
     last_norm,
     pre_norm,
     together,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, units
+from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding
 from fedrot.symmetry.describe.task_heads import (
     PLAIN,
@@ -44,30 +44,27 @@ def _cross_attention(config: Config, p: str) -> Block:
 
 
 def _feed_forward(config: Config, names: Names, p: str) -> Block:
-    q = f"{p}DenseReluDense."
-    gated = f"{q}wi_0.weight" in names
-    modules = "wi_1 wo wi_0" if gated else "wi wo wi_0"
-    up, down, gate = units(q, modules, bias=False)
-    return feed_forward(p, config["d_ff"], up, down, gate if gated else None)
+    modules = "DenseReluDense.wi DenseReluDense.wo"
+    if f"{p}DenseReluDense.wi_0.weight" in names:
+        modules = "DenseReluDense.wi_1 DenseReluDense.wo DenseReluDense.wi_0"
+    return feed_forward_of(p, config["d_ff"], modules, bias=False)
 
 
 def _layer(config: Config, names: Names, p: str) -> tuple[Block, ...]:
     side = p.partition(".")[0]
     cross = side == "decoder"
+    last = f"{p}layer.{1 + cross}."
     return (
         pre_norm(
             f"{p}layer.0.layer_norm",
             _attention(config, f"{p}layer.0.SelfAttention", f"{side}.heads"),
         ),
         *([_cross_attention(config, f"{p}layer.1.")] if cross else []),
-        pre_norm(
-            f"{p}layer.{1 + cross}.layer_norm",
-            _feed_forward(config, names, f"{p}layer.{1 + cross}."),
-        ),
+        pre_norm(f"{last}layer_norm", _feed_forward(config, names, last)),
     )
 
 
-def _side(side: str, *count: str) -> tuple[Piece, ...]:
+def _side(side: str, *count: str) -> Pieces:
     p = f"{side}.block"
     bias = f"{p}.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return (

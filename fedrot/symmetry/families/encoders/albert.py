@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack
-from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
-from fedrot.symmetry.describe.projections import Heads, Projections, units
+from fedrot.symmetry.describe.layers import Block, attention, feed_forward_of, together
+from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, linear, norm
 from fedrot.symmetry.describe.task_heads import AfterTanh, masked_lm
 from fedrot.symmetry.families.encoders.bert import TABLES, embeddings
@@ -12,13 +12,11 @@ from fedrot.symmetry.signs import SignedPermutation
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
-    modules = "query key value dense"
-    projections = Projections.separate(f"{p}attention.", modules)
-    up, down = units(p, "ffn ffn_output")
+    projections = Projections.separate(f"{p}attention.", "query key value dense")
     return together(
         attention(p, Heads.of(config), projections),
         norm(f"{p}attention.LayerNorm"),
-        feed_forward(p, config["intermediate_size"], up, down),
+        feed_forward_of(p, config["intermediate_size"], "ffn ffn_output"),
         norm(f"{p}full_layer_layer_norm"),
     )
 

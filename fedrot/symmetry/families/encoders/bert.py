@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack
-from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
-from fedrot.symmetry.describe.projections import Heads, Projections, units
+from fedrot.symmetry.describe.layers import Block, attention, feed_forward_of, together
+from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import (
     RESIDUAL,
     Axes,
@@ -45,17 +45,18 @@ SPACES = {
 
 def neurons(config: Config, p: str) -> Block:
     """Return the feed-forward block of a layer, and the norm after it."""
-    up, down = units(p, "intermediate.dense output.dense")
+    modules = "intermediate.dense output.dense"
     return together(
-        feed_forward(p, config["intermediate_size"], up, down),
+        feed_forward_of(p, config["intermediate_size"], modules),
         norm(f"{p}output.LayerNorm"),
     )
 
 
 def layer(config: Config, names: Names, p: str) -> Block:
     """Return one layer."""
-    modules = "self.query self.key self.value output.dense"
-    projections = Projections.separate(f"{p}attention.", modules)
+    projections = Projections.separate(
+        f"{p}attention.", "self.query self.key self.value output.dense"
+    )
     return together(
         attention(p, Heads.of(config), projections),
         norm(f"{p}attention.output.LayerNorm"),

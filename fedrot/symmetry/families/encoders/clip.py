@@ -10,19 +10,19 @@ from fedrot.symmetry.describe.family import (
     Config,
     Family,
     Names,
-    Piece,
+    Pieces,
     Stack,
     When,
 )
 from fedrot.symmetry.describe.layers import (
     Block,
     attention,
-    feed_forward,
+    feed_forward_of,
     last_norm,
     pre_normed,
 )
-from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections, units
-from fedrot.symmetry.describe.spaces import Axes, embedding, linear, norm
+from fedrot.symmetry.describe.projections import Q_K_V_OUT, Heads, Projections
+from fedrot.symmetry.describe.spaces import embedding, linear, norm
 from fedrot.symmetry.describe.task_heads import Unbounded, read_out
 
 _TEXT = "text"
@@ -32,12 +32,11 @@ _IMAGE = "image"
 def _layer(config: Config, names: Names, p: str, space: str) -> Block:
     projections = Projections.separate(f"{p}self_attn.", Q_K_V_OUT)
     neurons = config["intermediate_size"]
-    up, down = units(p, "mlp.fc1 mlp.fc2")
     return pre_normed(
         p,
         space,
         layer_norm1=attention(p, Heads.of(config), projections, space=space),
-        layer_norm2=feed_forward(p, neurons, up, down, space=space),
+        layer_norm2=feed_forward_of(p, neurons, "mlp.fc1 mlp.fc2", space=space),
     )
 
 
@@ -47,7 +46,7 @@ def _stack(p: str, section: str, space: str) -> Stack:
     )
 
 
-def _text(p: str = "", section: str = "") -> tuple[Piece, ...]:
+def _text(p: str = "", section: str = "") -> Pieces:
     return (
         embedding(f"{p}embeddings.token_embedding", _TEXT),
         embedding(f"{p}embeddings.position_embedding", _TEXT),
@@ -56,7 +55,7 @@ def _text(p: str = "", section: str = "") -> tuple[Piece, ...]:
     )
 
 
-def _image(p: str = "", section: str = "") -> tuple[Piece, ...]:
+def _image(p: str = "", section: str = "") -> Pieces:
     return (
         {
             f"{p}embeddings.class_embedding": (_IMAGE,),
@@ -73,7 +72,7 @@ def _has_text(config: Config, names: Names) -> bool:
     return any(name.startswith("text_model.") for name in names)
 
 
-_TEXT_HEADS: Axes = linear("text_projection", None, _TEXT)
+_TEXT_HEADS = linear("text_projection", None, _TEXT)
 _IMAGE_HEADS = read_out(_IMAGE, "visual_projection classifier")
 _IMAGE_FEATURES = Unbounded("the classifier of images reads the stream without a norm")
 

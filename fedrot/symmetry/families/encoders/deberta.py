@@ -41,10 +41,10 @@ def _relative(config: Config, kind: str) -> bool:
 
 def _projections(config: Config, p: str, heads: Heads) -> Projections:
     q = f"{p}attention.self."
-    output = Units(f"{p}attention.output.dense")
     first = config["model_type"] == "deberta"
     if first:
         fused = f"{q}in_proj"
+        output = Units(f"{p}attention.output.dense")
         content = Projections.fused(fused, heads, output, bias=False, by_head=True)
         query = replace(content.query, bias=f"{q}q_bias")
         value = replace(content.value, bias=f"{q}v_bias")
@@ -52,8 +52,8 @@ def _projections(config: Config, p: str, heads: Heads) -> Projections:
         queries = Units(f"{q}pos_q_proj")
         keys = Units(f"{q}pos_proj", bias=False)
     else:
-        query, key, value = units(q, "query_proj key_proj value_proj")
-        content = Projections(query, key, value, output)
+        modules = "self.query_proj self.key_proj self.value_proj output.dense"
+        content = Projections.separate(f"{p}attention.", modules)
         queries, keys = units(q, "pos_query_proj pos_key_proj")
     separate = first or not config.get("share_att_key", False)
     return replace(

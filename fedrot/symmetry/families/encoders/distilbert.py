@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, Stack
-from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
-from fedrot.symmetry.describe.projections import Heads, Projections, units
+from fedrot.symmetry.describe.layers import Block, attention, feed_forward_of, together
+from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, linear, norm
 from fedrot.symmetry.describe.task_heads import OPEN_ACTIVATION
 from fedrot.symmetry.families.encoders.bert import TABLES, embeddings
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
-    modules = "q_lin k_lin v_lin out_lin"
-    projections = Projections.separate(f"{p}attention.", modules)
-    up, down = units(p, "ffn.lin1 ffn.lin2")
+    projections = Projections.separate(f"{p}attention.", "q_lin k_lin v_lin out_lin")
     return together(
         attention(p, Heads.of(config, "n_heads", "dim"), projections),
         norm(f"{p}sa_layer_norm"),
-        feed_forward(p, config["hidden_dim"], up, down),
+        feed_forward_of(p, config["hidden_dim"], "ffn.lin1 ffn.lin2"),
         norm(f"{p}output_layer_norm"),
     )
 

@@ -6,11 +6,11 @@ from fedrot.symmetry.describe.family import Config, Family, Names, Stack, When
 from fedrot.symmetry.describe.layers import (
     Block,
     attention,
-    feed_forward,
+    feed_forward_of,
     last_norm,
     pre_normed,
 )
-from fedrot.symmetry.describe.projections import Heads, Projections, units
+from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import RESIDUAL, linear
 from fedrot.symmetry.describe.task_heads import UNMEASURED, AfterNorm, read_out
 
@@ -19,15 +19,15 @@ _PATCHES = "embeddings.patch_embeddings.projection"
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
-    modules = "q_proj k_proj v_proj o_proj"
     bias = config.get("qkv_bias", True)
-    attended = f"{p}attention."
-    projections = Projections.separate(attended, modules, bias, output_bias=True)
-    up, down = units(p, "mlp.fc1 mlp.fc2")
+    projections = Projections.separate(
+        f"{p}attention.", "q_proj k_proj v_proj o_proj", bias, output_bias=True
+    )
+    neurons = config["intermediate_size"]
     return pre_normed(
         p,
         layernorm_before=attention(p, Heads.of(config), projections),
-        layernorm_after=feed_forward(p, config["intermediate_size"], up, down),
+        layernorm_after=feed_forward_of(p, neurons, "mlp.fc1 mlp.fc2"),
     )
 
 

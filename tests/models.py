@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import fedrot
+from fedrot.symmetry.groups import Group
 
 # Small tensors gain nothing from threads, and on busy cores their barriers cost twenty
 # times the work.
@@ -29,6 +30,8 @@ LAYERS, HEADS, DIM, NEURONS, VOCABULARY = 2, 4, 8, 48, 60
 WIDTH = HEADS * DIM
 
 State = dict[str, Tensor]
+Parts = tuple[str, ...]
+Settings = dict[str, Any]
 
 #: The parts inside the layers, and all there are.
 FULL = ("heads", "attention", "ffn")
@@ -326,6 +329,49 @@ def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
     """Return the largest absolute difference over all tensors."""
     assert one.keys() == other.keys()
     return max(float((one[n].double() - other[n].double()).abs().max()) for n in one)
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Return whether two states have the same tensors, entry by entry."""
+    return one.keys() == other.keys() and not changed(one, other)
+
+
+def changed(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of the tensors that differ."""
+    return {name for name in one if not torch.equal(one[name], other[name])}
+
+
+def copied(state: Mapping[str, Tensor]) -> State:
+    """Return copies of all tensors."""
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> State:
+    """Return the state with floating-point tensors of another dtype."""
+    return {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in state.items()
+    }
+
+
+def align_tensors(
+    update: Mapping[str, Tensor],
+    anchor: Mapping[str, Tensor] | fedrot.Anchor,
+    symmetry: fedrot.Symmetry,
+    *how: Any,
+) -> State:
+    """Return the tensors of an update that was aligned to an anchor."""
+    return fedrot.align(update, anchor, symmetry, *how).apply(update)
+
+
+def tensors_of(groups: Iterable[Group]) -> set[str]:
+    """Return the names of the tensors that groups act on."""
+    return {slot.tensor for group in groups for slot in group.slots}
+
+
+def movable(symmetry: fedrot.Symmetry, parts: Parts = EVERYTHING) -> Parts:
+    """Return the parts that can be moved."""
+    return tuple(part for part in parts if part not in symmetry.refused)
 
 
 def with_separate_tables(model: nn.Module) -> nn.Module:

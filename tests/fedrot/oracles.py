@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ import fedrot
 from fedrot.symmetry.actions import Action, HeadRotation, Permutation
 from fedrot.symmetry.groups import Move
 from fedrot.symmetry.signs import SignedPermutation
-from tests.models import DIM, Names, State
+from tests.models import DIM, Names, Parts, State
 
 Array = np.ndarray
 
@@ -18,6 +20,27 @@ Array = np.ndarray
 def seeded(seed: int) -> torch.Generator:
     """Return a generator of that seed."""
     return torch.Generator().manual_seed(seed)
+
+
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    """Return standard normal numbers, float64."""
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def drawing(seed: int) -> Callable[..., Tensor]:
+    """Return a function that draws standard normal numbers of a shape, float64."""
+    generator = seeded(seed)
+    return lambda *shape: normal(generator, *shape)
+
+
+def eye(size: int) -> Tensor:
+    """Return a unit matrix, float64."""
+    return torch.eye(size, dtype=torch.float64)
+
+
+def gap(found: Tensor, expected: Tensor) -> Tensor:
+    """Return the largest absolute difference."""
+    return (found - expected).abs().max()
 
 
 def cross(
@@ -68,7 +91,7 @@ def along(matrix: Tensor, tensor: Tensor, axis: int) -> Tensor:
 
 
 def random_moves(
-    symmetry: fedrot.Symmetry, seed: int, parts: tuple[str, ...]
+    symmetry: fedrot.Symmetry, seed: int, parts: Parts
 ) -> tuple[Move, ...]:
     """Return a random element of every group of the parts."""
     rng = seeded(seed)

@@ -4,28 +4,40 @@ reports must say.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-import fedrot
+from fedrot import Alignment, AlignmentOptions, Symmetry, align, random_equivalent
 from fedrot.symmetry.groups import apply_moves
-from tests.fedrot.oracles import seeded
+from tests import families
+from tests.fedrot.oracles import normal, seeded
 from tests.models import (
     CASES,
     DIM,
+    EAGER,
     EVERY,
+    EVERYTHING,
     FEW,
+    FULL,
     HEADS,
     LAYERS,
     NEURONS,
     Names,
+    Parts,
     State,
+    align_tensors,
+    cast,
+    changed,
     largest_difference,
+    movable,
     near,
     squared_distance,
     state_of,
     symmetry_for,
+    tensors_of,
 )
 
 #: The modules of a layer that a part acts on.
@@ -36,8 +48,39 @@ MODULES = {
 }
 
 
+#: Options that families are aligned with, on a CPU and elsewhere.
+OPTIONS = {
+    "default": AlignmentOptions(),
+    "eager": EAGER,
+    "layers": AlignmentOptions(parts=FULL, chance=0),
+    "biases": AlignmentOptions(canonical=True, chance=0),
+    "whole": AlignmentOptions(parts=EVERYTHING),
+}
+
+
+def movable_options(options: AlignmentOptions, family: str) -> AlignmentOptions:
+    """Return the options with the parts that a family may move."""
+    symmetry = families.symmetry_for(family)
+    return replace(options, parts=movable(symmetry, options.parts))
+
+
+def beside(family: str, *shares: float) -> list[State]:
+    """Return a model and others, a share of an unrelated one away from it; float32."""
+    anchor, other = (
+        cast(families.state_of(family, seed), torch.float32) for seed in (0, 1)
+    )
+    moved = [
+        {
+            name: tensor + share * other[name] if tensor.is_floating_point() else tensor
+            for name, tensor in anchor.items()
+        }
+        for share in shares
+    ]
+    return [anchor, *moved]
+
+
 def touched_by(
-    names: Names, parts: tuple[str, ...], layers: tuple[int, ...] = (0, 1)
+    names: Names, parts: Parts, layers: tuple[int, ...] = (0, 1)
 ) -> set[str]:
     """Return the tensors that the parts act on: output biases of ``output`` and
     ``down`` excluded.
@@ -96,83 +139,101 @@ PAIRS = {
 
 
 def checked_report(
-    name: str, update: State, anchor: State, options: fedrot.AlignmentOptions
+    name: str, update: State, anchor: State, options: AlignmentOptions
 ) -> tuple[float, float]:
     """Check the totals and rows of a report against the tensors; return both distances.
 
     Rows of groups that share no tensors are checked by replaying the moves one by one.
     """
-    names = EVERY[name].names
     symmetry = symmetry_for(name)
     layers = options.layer_indices(LAYERS)
     groups = symmetry.select(options.parts, layers)
-    touched = {slot.tensor for group in groups for slot in group.slots}
-    alignment = fedrot.align(update, anchor, symmetry, options)
+    touched = tensors_of(groups)
+    alignment = align(update, anchor, symmetry, options)
     aligned = alignment.apply(update)
     report = alignment.report
-    assert {
-        key for key in update if not torch.equal(aligned[key], update[key])
-    } <= touched
-    nothing = {key: torch.zeros(()) for key in update}
-    before, after = (
-        squared_distance(only(state, touched), anchor) for state in (update, aligned)
-    )
-    slack = 1e-11 * (before + squared_distance(only(update, touched), nothing))
+
+    def distance(state: State, names: set[str] = touched) -> float:
+        return squared_distance(only(state, names), anchor)
+
+    assert changed(aligned, update) <= touched
+    before, after = map(distance, (update, aligned))
+    size = sum(float(update[key].square().sum()) for key in touched)
+    slack = 1e-11 * (before + size)
     assert squared_distance(aligned, anchor) <= squared_distance(update, anchor) * (
         1 + 1e-12
     )
     assert report.before == pytest.approx(before, rel=1e-9, abs=1e-20)
     assert report.after == pytest.approx(after, rel=1e-9, abs=slack)
-    assert report.share() * report.before == pytest.approx(
-        before - after, rel=1e-6, abs=slack
-    )
+    removed = report.share() * report.before
+    assert removed == pytest.approx(before - after, rel=1e-6, abs=slack)
     if options.coupled:
         return before, after
-    assert touched == touched_by(names, tuple(options.parts), layers)
+    assert touched == touched_by(EVERY[name].names, tuple(options.parts), layers)
     moves = {move.group.name: move for move in alignment.moves}
     assert alignment.moved == {group.name: group.name in moves for group in groups}
-    tensors = {group.name: {slot.tensor for slot in group.slots} for group in groups}
     current = dict(update)
-    for row in report.rows():
-        own = tensors.pop(row["group"])
-        moved = row["group"] in moves
-        measured = squared_distance(only(current, own), anchor)
+    for group, row in zip(groups, report.rows(), strict=True):
+        assert row["group"] == group.name
+        names = tensors_of([group])
+        moved = group.name in moves
+        measured = distance(current, names)
         assert row["before"] == pytest.approx(measured, rel=1e-9, abs=1e-20)
-        current = apply_moves(current, [moves[row["group"]]] if moved else [])
-        measured = squared_distance(only(current, own), anchor)
+        if moved:
+            current = apply_moves(current, [moves[group.name]])
+        measured = distance(current, names)
         assert row["after"] == pytest.approx(measured, rel=1e-9, abs=slack)
         assert row["of"] == (NEURONS if row["part"] == "ffn" else HEADS)
         assert moved or row["moved"] == 0
         assert row["skipped"] is (not moved and row["found"] > 0)
         assert not (row["skipped"] and options.chance == 0)
-    assert not tensors
     assert largest_difference(current, aligned) == 0
     return before, after
 
 
+def recovered(
+    moved: State,
+    anchor: State,
+    symmetry: Symmetry,
+    options: AlignmentOptions,
+    expected: State | None = None,
+) -> Alignment:
+    """Check that a moved model meets its anchor, and comes back; return the alignment.
+
+    The anchor in canonical form is another expected result.
+    """
+    alignment = align(moved, anchor, symmetry, options)
+    aligned = alignment.apply(moved)
+    report = alignment.report
+    assert largest_difference(aligned, expected or anchor) <= 1e-8
+    assert report.after <= 1e-12 * report.before
+    assert largest_difference(alignment.inverse().apply(aligned), moved) <= 1e-8
+    return alignment
+
+
 def scrambled(
-    anchor: State, symmetry: fedrot.Symmetry, parts: tuple[str, ...], count: int = 2
-) -> list[tuple[State, State, fedrot.Alignment]]:
+    anchor: State, symmetry: Symmetry, parts: Parts, count: int = 2
+) -> list[tuple[State, State, Alignment]]:
     """Return clients near the anchor and aligned to it, each scrambled, and the way
     back.
 
     The difference between a client and its scrambled self is then a coordinate change
     and no more.
     """
-    options = fedrot.AlignmentOptions(parts=parts, chance=0, canonical=False)
+    options = AlignmentOptions(parts=parts, chance=0, canonical=False)
     found = []
     for seed in range(count):
         client = near(anchor, 0.02, seed + 1)
         for _ in range(2):
-            client = fedrot.align(client, anchor, symmetry, options).apply(client)
-        moved = fedrot.random_equivalent(client, symmetry, 5 + seed, parts)
-        alignment = fedrot.align(moved, anchor, symmetry, options)
+            client = align_tensors(client, anchor, symmetry, options)
+        moved = random_equivalent(client, symmetry, 5 + seed, parts)
+        alignment = align(moved, anchor, symmetry, options)
         assert largest_difference(alignment.apply(moved), client) <= 1e-9
         found.append((client, moved, alignment))
     return found
 
 
-def with_other_gains(state: State, symmetry: fedrot.Symmetry, seed: int) -> State:
+def with_other_gains(state: State, symmetry: Symmetry, seed: int) -> State:
     """Return the same function with other gains, biases of norms, and redundant
     attention biases.
     """
@@ -180,7 +241,7 @@ def with_other_gains(state: State, symmetry: fedrot.Symmetry, seed: int) -> Stat
     rng = seeded(seed)
 
     def noise(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=rng, dtype=torch.float64)
+        return normal(rng, like.shape)
 
     for fold in symmetry.folds:
         gain = 0.5 + noise(out[fold.gain]).abs()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
-import fedrot
+from fedrot import SymmetryError, check_function, symmetry_of
 from fedrot.check import Float64, output_change
 from tests.models import (
     BARE,
@@ -22,9 +22,11 @@ from tests.models import (
     WIDTH,
     bert_config,
     config_of,
+    copied,
     fresh_model,
     inputs,
     symmetry_for,
+    tensors_of,
 )
 
 NAME = "bert-classifier"
@@ -33,9 +35,7 @@ NAME = "bert-classifier"
 def _check(name: str, model: nn.Module, **given: Any) -> float:
     if name.endswith("-choice"):
         given.setdefault("batch", inputs(name))
-    return fedrot.check_function(
-        model, config_of(name).to_dict(), symmetry_for(name), **given
-    )
+    return check_function(model, config_of(name).to_dict(), symmetry_for(name), **given)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -47,7 +47,7 @@ def test_every_architecture_has_its_symmetry(name: str) -> None:
 def test_attention_may_be_fused_and_the_model_stays(name: str) -> None:
     assert _check(name, CASES[name].build("sdpa")) <= 1e-10
     model = fresh_model(name)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    before = copied(model.state_dict())
     first, again, other = (_check(name, model, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
     assert max(first, other) <= 1e-10
@@ -61,17 +61,17 @@ def test_attention_may_be_fused_and_the_model_stays(name: str) -> None:
 def test_what_cannot_be_checked_is_refused() -> None:
     choice = EVERY["bert-choice"].build("eager")
     bare = BARE["bert-bare"].build("eager")
-    with pytest.raises(fedrot.SymmetryError, match="batch of your own"):
-        fedrot.check_function(
+    with pytest.raises(SymmetryError, match="batch of your own"):
+        check_function(
             choice, config_of("bert-choice").to_dict(), symmetry_for("bert-choice")
         )
-    with pytest.raises(fedrot.SymmetryError, match="'residual'"):
+    with pytest.raises(SymmetryError, match="'residual'"):
         _check("bert-bare", bare)
     assert _check("bert-bare", bare, parts=("heads", "attention", "ffn")) <= 1e-10
     tied = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=50))
-    symmetry = fedrot.symmetry_of(tied.config, tied.state_dict()).rotated
-    with pytest.raises(fedrot.SymmetryError, match="are tied, so"):
-        fedrot.check_function(tied, tied.config, symmetry)
+    symmetry = symmetry_of(tied.config, tied.state_dict()).rotated
+    with pytest.raises(SymmetryError, match="are tied, so"):
+        check_function(tied, tied.config, symmetry)
 
 
 class _Wrapped(nn.Module):
@@ -139,7 +139,7 @@ def _reading(part: str, seen_in: str = "", factor: float = 1.0) -> _Wrapped:
 def test_a_wrong_head_is_caught_and_the_part_is_named_if_it_is_asked_for(
     part: str,
 ) -> None:
-    with pytest.raises(fedrot.SymmetryError) as caught:
+    with pytest.raises(SymmetryError) as caught:
         _check(NAME, _reading(part))
     message = str(caught.value)
     assert f"Moving {part} changes this model's outputs" in message
@@ -147,21 +147,21 @@ def test_a_wrong_head_is_caught_and_the_part_is_named_if_it_is_asked_for(
     found = next(g for g in symmetry_for(NAME).groups if g.name == group)
     place = f"{READ[part][0]}.weight"
     assert found.part == part
-    assert place in {slot.tensor for slot in found.slots}
-    many = len({slot.tensor for slot in found.slots}) - 8
+    assert place in tensors_of([found])
+    many = len(tensors_of([found])) - 8
     assert (f"and {many} more tensors" in message) == (many > 0)
     assert many > 0 or f"'{place}'" in message
     others = tuple(p for p in EVERYTHING if p != part)
     assert _check(NAME, _reading(part), parts=others) <= 1e-10
-    with pytest.raises(fedrot.SymmetryError, match=part):
+    with pytest.raises(SymmetryError, match=part):
         _check(NAME, _reading(part), parts=(part,), seed=1)
 
 
 def test_several_guilty_parts_are_named_together_and_nan_proves_nothing() -> None:
     # The units of a query as they are: heads move them, and rotations.
-    with pytest.raises(fedrot.SymmetryError, match="heads and attention"):
+    with pytest.raises(SymmetryError, match="heads and attention"):
         _check(NAME, _reading("residual", "heads"))
-    with pytest.raises(fedrot.SymmetryError):
+    with pytest.raises(SymmetryError):
         _check(NAME, _reading("residual", factor=float("nan")))
 
 
@@ -174,7 +174,7 @@ def test_unit_gains_hide_nothing() -> None:
         gain = model.inner.bert.embeddings.LayerNorm.weight[:3]
         return logits, gain * torch.arange(1.0, 4.0).to(gain)
 
-    with pytest.raises(fedrot.SymmetryError, match="Moving residual changes"):
+    with pytest.raises(SymmetryError, match="Moving residual changes"):
         _check(NAME, _Wrapped(answer, model=model))
 
 
@@ -190,10 +190,10 @@ def test_two_heads_are_moved_whatever_the_seed() -> None:
             out = super().forward(*args, output_attentions=True, **kwargs)
             return out.logits, out.attentions[0][:, 0]
 
-    symmetry = fedrot.symmetry_of(config, First(config).state_dict())
+    symmetry = symmetry_of(config, First(config).state_dict())
     for seed in range(6):
-        with pytest.raises(fedrot.SymmetryError, match="Moving heads changes"):
-            fedrot.check_function(First(config), config.to_dict(), symmetry, seed=seed)
+        with pytest.raises(SymmetryError, match="Moving heads changes"):
+            check_function(First(config), config.to_dict(), symmetry, seed=seed)
 
 
 # What is compared, and how groups are selected
@@ -236,7 +236,7 @@ def test_what_the_model_goes_on_computing_with_is_no_output(which: str) -> None:
     if isinstance(expected, float):
         assert _check(NAME, _Wrapped(answer)) <= expected
         return
-    with pytest.raises(fedrot.SymmetryError, match=expected):
+    with pytest.raises(SymmetryError, match=expected):
         _check(NAME, _Wrapped(answer))
 
 

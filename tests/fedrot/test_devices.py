@@ -13,25 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedrot
+from fedrot import AlignmentOptions, UpdateError, align
 from fedrot.aggregation import Fisher, Mean, RegMean
 from fedrot.tensors import full_float32
-from tests.families import state_of, symmetry_for
+from tests.families import symmetry_for
+from tests.fedrot.oracles import seeded
+from tests.fedrot.pairs import OPTIONS, beside, movable_options
 from tests.fedrot.pretend import DEVICE, Pretend
-from tests.models import EAGER, EVERYTHING, FULL, State, largest_difference
+from tests.models import EAGER, State, largest_difference
 
-ORDERS = fedrot.AlignmentOptions(parts=("heads", "ffn"), chance=0)
-OPTIONS = {
-    "default": fedrot.AlignmentOptions(),
-    "eager": EAGER,
-    "layers": fedrot.AlignmentOptions(parts=FULL, chance=0),
-    "orders": fedrot.AlignmentOptions(
-        parts=("heads", "attention", "ffn"), within_heads="permutation", chance=0
-    ),
-    "heads": fedrot.AlignmentOptions(parts=("heads",), chance=0),
-    "whole": fedrot.AlignmentOptions(parts=EVERYTHING),
-    "biases": fedrot.AlignmentOptions(canonical=True, chance=0),
-}
 #: How often the host may wait for the device while one layer is aligned to an anchor it
 #: is near or far from. A rotation's iterations ask after every step whether they are
 #: done, up to 24 times in a batch. The sizes of a layer's groups beside their anchor
@@ -48,38 +38,34 @@ def rounding() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
-@cache
-def _models(family: str) -> tuple[State, State, State]:
-    """Return an anchor, a client near it and one from another start, float32."""
-    anchor, far = (
-        {
-            name: t.float() if t.is_floating_point() else t
-            for name, t in state_of(family, seed).items()
-        }
-        for seed in (0, 1)
-    )
-    near = {
-        name: t + 0.02 * far[name] if t.is_floating_point() else t
-        for name, t in anchor.items()
-    }
-    return anchor, near, far
-
-
-def _options(name: str, symmetry: fedrot.Symmetry) -> fedrot.AlignmentOptions:
-    given = OPTIONS[name]
-    kept = tuple(part for part in given.parts if part not in symmetry.refused)
-    return fedrot.AlignmentOptions(**{**vars(given), "parts": kept})
-
-
 def _fetched(tensors: Mapping[str, Tensor]) -> State:
     assert {tensor.device for tensor in tensors.values()} == {DEVICE}
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
+#: Options of families here, beside those of all tests of families.
+MORE = {
+    "orders": AlignmentOptions(
+        parts=("heads", "attention", "ffn"), within_heads="permutation", chance=0
+    ),
+    "heads": AlignmentOptions(parts=("heads",), chance=0),
+    "fisher": AlignmentOptions(parts=("heads", "ffn"), chance=0),
+}
+
+
+MORE |= OPTIONS
+
+
+@cache
+def models(family: str) -> list[State]:
+    """Return an anchor, a client near it and one far from it."""
+    return beside(family, 0.02, 1.0)
+
+
 @pytest.mark.parametrize(
     ("family", "which"),
     [
-        *(("bert", which) for which in OPTIONS),
+        *(("bert", which) for which in MORE),
         ("mixtral", "eager"),
         ("mixtral", "heads"),
         ("llama", "layers"),
@@ -87,31 +73,30 @@ def _fetched(tensors: Mapping[str, Tensor]) -> State:
 )
 def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> None:
     symmetry = symmetry_for(family)
-    anchor, *clients = _models(family)
-    options = _options(which, symmetry)
+    anchor, *clients = models(family)
+    options = movable_options(MORE[which], family)
     for client in clients:
-        wanted = fedrot.align(client, anchor, symmetry, options)
+        wanted = align(client, anchor, symmetry, options)
         moved = wanted.apply(client)
         back = wanted.inverse().apply(moved)
         with Pretend() as device:
             there = device.put(client)
-            found = fedrot.align(there, device.put(anchor), symmetry, options)
+            found = align(there, device.put(anchor), symmetry, options)
             assert {move.element.device for move in found.moves} <= {DEVICE}
             device.uploads = 0
             result = found.apply(there)
             again = found.inverse().apply(result)
             assert device.uploads == 0
-            ours = _fetched(result), _fetched(again)
-            elsewhere = found.apply(client)
-            with pytest.raises(fedrot.UpdateError, match="one device"):
-                fedrot.align(there, anchor, symmetry, replace(EAGER, parts=("ffn",)))
-        assert largest_difference(ours[0], moved) <= 1e-6
-        assert largest_difference(ours[1], back) <= 1e-6
-        assert largest_difference(elsewhere, moved) <= 1e-6
-        assert found.report.after == pytest.approx(wanted.report.after, rel=1e-6)
-        assert [row.moved for row in found.report.groups] == [
-            row.moved for row in wanted.report.groups
-        ]
+            ours = _fetched(result), _fetched(again), found.apply(client)
+            with pytest.raises(UpdateError, match="one device"):
+                align(there, anchor, symmetry, replace(EAGER, parts=("ffn",)))
+        for state, expected in zip(ours, (moved, back, moved), strict=True):
+            assert largest_difference(state, expected) <= 1e-6
+        reports = found.report, wanted.report
+        after, expected = (report.after for report in reports)
+        assert after == pytest.approx(expected, rel=1e-6)
+        rows, expected = ([row.moved for row in r.groups] for r in reports)
+        assert rows == expected
 
 
 @pytest.mark.parametrize(
@@ -128,28 +113,25 @@ def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> 
 )
 def test_the_host_seldom_waits(family: str, which: str) -> None:
     symmetry = symmetry_for(family)
-    anchor, near, far = _models(family)
+    close = which == "near"
     with Pretend() as device:
-        here, there = (
-            device.put(t) for t in (anchor, near if which == "near" else far)
-        )
+        anchor, near, far = map(device.put, models(family))
+        there = near if close else far
         # Far from the anchor, chance is found by matching null models, for each of
         # which the host waits.
-        options = fedrot.AlignmentOptions() if which == "near" else EAGER
-        alignment = fedrot.align(there, here, symmetry, options)
+        alignment = align(
+            there, anchor, symmetry, OPTIONS["default" if close else "eager"]
+        )
         assert 0 < device.reads <= READS[which] * symmetry.layers
-        if which == "near":
-            assert device.uploads == 0
+        assert not (close and device.uploads)
         device.reads = device.uploads = 0
         alignment.apply(there)
         assert (device.reads, device.uploads) == (0, 0)
 
 
-def _statistics(
-    client: State, symmetry: fedrot.Symmetry
-) -> dict[str, dict[str, Tensor]]:
+def _statistics(client: State) -> Any:
     """Return statistics of every kind that aggregators ask for."""
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     grams = {}
     fisher = {}
     for name, tensor in client.items():
@@ -158,7 +140,7 @@ def _statistics(
             grams[name] = x.mT @ x
         fisher[name] = torch.rand(tensor.shape, generator=generator)
     rows = torch.arange(len(client["classifier.weight"])) > 0
-    trained = {"classifier.weight": rows, "classifier.bias": rows}
+    trained = {f"classifier.{name}": rows for name in ("weight", "bias")}
     return {"gram": grams, "fisher": fisher, "trained": trained}
 
 
@@ -173,19 +155,18 @@ AGGREGATORS = {
 
 @pytest.mark.parametrize("which", AGGREGATORS)
 def test_aggregation_on_the_device_is_that_on_the_cpu(which: str) -> None:
-    symmetry = symmetry_for("bert")
-    anchor, *clients = _models("bert")
+    anchor, *clients = models("bert")
     build, kinds = AGGREGATORS[which]
-    options = ORDERS if "fisher" in kinds else EAGER
+    options = MORE["fisher" if "fisher" in kinds else "eager"]
 
     def merged(put: Callable[[State], State]) -> State:
         aggregator = build()
         for weight, client in enumerate(clients, start=1):
-            given = _statistics(client, symmetry)
+            statistics = _statistics(client)
             there = put(client)
-            alignment = fedrot.align(there, put(anchor), symmetry, options)
-            statistics = alignment.transport({kind: put(given[kind]) for kind in kinds})
-            aggregator.add(alignment.apply(there), weight, statistics)
+            alignment = align(there, put(anchor), symmetry_for("bert"), options)
+            moved = alignment.transport({kind: put(statistics[kind]) for kind in kinds})
+            aggregator.add(alignment.apply(there), weight, moved)
         return aggregator.result()
 
     wanted = merged(dict)

@@ -30,6 +30,7 @@ from fedrot.simulations.cli.app import app
 from fedrot.simulations.federation import cells
 from fedrot.simulations.federation.grids import local_clients
 from fedrot.strategies import LabelledRows, answer_with_sums
+from tests.models import Settings, State
 from tests.simulations.commands import run
 from tests.simulations.saved.folders import tokenizer
 from tests.strategies.fakes import FakeGrid, reply, tensors_of
@@ -56,7 +57,7 @@ def _code(page: str) -> list[str]:
     return _CODE.findall((DOCS / page).read_text(encoding="utf-8"))
 
 
-def _executed(page: str, count: int) -> dict[str, Any]:
+def _executed(page: str, count: int) -> Settings:
     """Run the Python of a page as one script, and return its names."""
     blocks = _code(page)
     assert len(blocks) == count
@@ -96,7 +97,7 @@ def test_the_python_of_every_page_runs(
     )
 
 
-def _batches() -> list[dict[str, torch.Tensor]]:
+def _batches() -> list[State]:
     return [{"input_ids": torch.randint(40, (60, 8)), "labels": torch.arange(60) % 6}]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import fedrot
+from fedrot import WHOLE_MODEL, AlignmentOptions, align, random_equivalent
 from tests.fedrot.pairs import PAIRS, checked_report
 from tests.models import (
     CASES,
@@ -17,6 +17,8 @@ from tests.models import (
     FULL,
     HEADS,
     WIDTH,
+    align_tensors,
+    copied,
     squared_distance,
     state_of,
     symmetry_for,
@@ -30,7 +32,7 @@ SETTINGS = [
     {"parts": ("attention", "ffn"), "layers": [1]},
     {"parts": ("heads",), "chance": 0},
     {"parts": ()},
-    {"parts": fedrot.WHOLE_MODEL},
+    {"parts": WHOLE_MODEL},
     {"parts": ("residual", "ffn")},
     {"parts": ("output", "attention")},
 ]
@@ -45,7 +47,7 @@ def test_distance_never_grows_and_every_row_of_the_report_is_true(
     update = PAIRS[pair](anchor, CASES[name].names)
     # Every pair meets all settings, each with one of the models.
     for settings in SETTINGS[(FEW.index(name) + [*PAIRS].index(pair)) % 2 :: 2]:
-        checked_report(name, update, anchor, fedrot.AlignmentOptions(**settings))
+        checked_report(name, update, anchor, AlignmentOptions(**settings))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -56,7 +58,7 @@ def test_distance_never_grows_in_low_precision(dtype: Any) -> None:
         update = {k: v.to(dtype) for k, v in PAIRS[pair](state_of(NAME), names).items()}
         anchor = {k: v.to(dtype) for k, v in state_of(NAME).items()}
         size = squared_distance(anchor, {k: torch.zeros(()) for k in anchor})
-        aligned = fedrot.align(update, anchor, symmetry, EAGER).apply(update)
+        aligned = align_tensors(update, anchor, symmetry, EAGER)
         before = squared_distance(update, anchor)
         after = squared_distance(aligned, anchor)
         # Storing a rotated weight rounds it: an error of the dtype's precision,
@@ -68,8 +70,8 @@ def test_distance_never_grows_in_low_precision(dtype: Any) -> None:
 def test_report_counts_moves_angles_and_shares() -> None:
     anchor = state_of(NAME)
     symmetry = symmetry_for(NAME)
-    moved = fedrot.random_equivalent(anchor, symmetry, 1, ("attention", "ffn"))
-    report = fedrot.align(moved, anchor, symmetry).report
+    moved = random_equivalent(anchor, symmetry, 1, ("attention", "ffn"))
+    report = align(moved, anchor, symmetry).report
     changed = 0
     for layer in range(2):
         key = f"bert.encoder.layer.{layer}.intermediate.dense.bias"
@@ -89,9 +91,7 @@ def test_report_counts_moves_angles_and_shares() -> None:
         assert (row["angle"] > 5) == (row["part"] == "attention")
     assert by_part["ffn"] / report.before == pytest.approx(report.share("ffn"))
     assert report.seconds > 0
-    still = fedrot.align(
-        anchor, anchor, symmetry, fedrot.AlignmentOptions(parts=FULL)
-    ).report
+    still = align(anchor, anchor, symmetry, AlignmentOptions(parts=FULL)).report
     assert (still.before, still.after, still.share()) == (0, 0, 0)
     assert [row["certified"] for row in still.rows() if row["part"] == "ffn"] == [
         True,
@@ -102,7 +102,7 @@ def test_report_counts_moves_angles_and_shares() -> None:
 def test_reported_angle_is_the_rotation_s_angle() -> None:
     anchor = state_of(NAME)
     symmetry = symmetry_for(NAME)
-    update = {k: v.clone() for k, v in anchor.items()}
+    update = copied(anchor)
     c = torch.cos(torch.tensor(0.5))
     s = torch.sin(torch.tensor(0.5))
     plane = torch.tensor([[c, -s], [s, c]], dtype=torch.float64)
@@ -111,10 +111,7 @@ def test_reported_angle_is_the_rotation_s_angle() -> None:
         for leaf in ("weight", "bias"):
             key = f"bert.encoder.layer.0.attention.self.{module}.{leaf}"
             update[key] = turn @ update[key]
-    rows = {
-        row["group"]: row
-        for row in fedrot.align(update, anchor, symmetry).report.rows()
-    }
+    rows = {row["group"]: row for row in align(update, anchor, symmetry).report.rows()}
     assert rows["encoder.layer.0.qk"]["angle"] == pytest.approx(28.6479, abs=1e-3)
     assert (
         rows["encoder.layer.0.vo"]["angle"],
@@ -125,14 +122,12 @@ def test_reported_angle_is_the_rotation_s_angle() -> None:
 def test_an_alignment_prints_a_summary_of_a_few_lines() -> None:
     anchor = state_of(NAME)
     symmetry = symmetry_for(NAME)
-    alignment = fedrot.align(
-        fedrot.random_equivalent(anchor, symmetry, 1), anchor, symmetry
-    )
+    alignment = align(random_equivalent(anchor, symmetry, 1), anchor, symmetry)
     removed = alignment.report.share("attention")
     assert f"  attention: {removed:.1%} removed, 4 of 4 groups moved\n" in str(
         alignment
     )
-    nothing = str(fedrot.align(anchor, anchor, symmetry))
+    nothing = str(align(anchor, anchor, symmetry))
     assert (
         "ffn: 0.0% removed, 0 of 2 groups moved, 2 already in the best order" in nothing
     )

@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedrot
+from fedrot import (
+    AlignmentOptions,
+    align,
+    align_round,
+    canonical,
+    collect_activations,
+    diagnose,
+    random_equivalent,
+    symmetry_of,
+)
 from fedrot.aggregation import Mean
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.strategies import to_arrays
@@ -21,6 +30,8 @@ from tests.models import (
     CASES,
     EVERYTHING,
     FULL,
+    Parts,
+    cast,
     config_of,
     fresh_model,
     near,
@@ -29,7 +40,7 @@ from tests.models import (
 )
 
 NAME = "bert-classifier"
-WHOLE = fedrot.WHOLE_MODEL
+BASE, SYMMETRY = state_of(NAME), symmetry_for(NAME)
 Change = Callable[[Tensor], Tensor | None]
 
 
@@ -60,18 +71,36 @@ DAMAGES = [
 ]
 
 
+def refused(
+    name: str, word: str, update: Any, anchor: Any, parts: Parts = EVERYTHING
+) -> None:
+    """Check that a tensor is refused by its name, with a word of the reason."""
+    with pytest.raises(UpdateError, match=word) as caught:
+        align(update, anchor, SYMMETRY, AlignmentOptions(parts=parts))
+    assert f"'{name}'" in str(caught.value)
+
+
 @pytest.mark.parametrize(("tensor", "change", "word"), DAMAGES)
 def test_a_bad_update_or_anchor_is_refused_by_name(
-    tensor: str, change: Change, word: str
+    tensor: str, change: Any, word: str
 ) -> None:
-    good = state_of(NAME)
-    symmetry = symmetry_for(NAME)
-    bad = {**near(good, 0.1), tensor: change(good.get(tensor, torch.zeros(())))}
-    bad = {name: value for name, value in bad.items() if value is not None}
-    for update, anchor, parts in ((bad, good, FULL), (good, bad, ("attention", "ffn"))):
-        with pytest.raises(UpdateError, match=word) as caught:
-            fedrot.align(update, anchor, symmetry, fedrot.AlignmentOptions(parts=parts))
-        assert f"'{tensor}'" in str(caught.value)
+    bad = near(BASE, 0.1)
+    value = change(bad.pop(tensor, torch.zeros(())))
+    if value is not None:
+        bad[tensor] = value
+    refused(tensor, word, bad, BASE, FULL)
+    refused(tensor, word, BASE, bad, ("attention", "ffn"))
+
+
+#: A value of the update or the anchor, the parts (one if None), and a word of the
+#: error.
+VALUES = [
+    (float("nan"), None, 0, torch.float64, "NaN or Inf"),
+    (float("inf"), None, 1, torch.float64, "NaN or Inf"),
+    (1e200, EVERYTHING, 0, torch.float64, "overflow"),
+    (1e30, None, 0, torch.float32, "overflow"),
+    (1e200, None, 1, torch.float64, "overflow"),
+]
 
 
 @pytest.mark.parametrize(
@@ -88,27 +117,13 @@ def test_a_bad_update_or_anchor_is_refused_by_name(
         ("output", "bert.pooler.dense.bias"),
     ],
 )
+@pytest.mark.parametrize(("value", "parts", "damaged", "dtype", "word"), VALUES)
 def test_every_part_refuses_values_that_are_not_finite_or_overflow(
-    part: str, key: str
+    part: str, key: str, value: float, parts: Any, damaged: int, dtype: Any, word: str
 ) -> None:
-    for value, parts, damaged, dtype in (
-        (float("nan"), (part,), "update", torch.float64),
-        (float("inf"), (part,), "anchor", torch.float64),
-        (1e200, EVERYTHING, "update", torch.float64),
-        (1e30, (part,), "update", torch.float32),
-        (1e200, (part,), "anchor", torch.float64),
-    ):
-        good = state_of(NAME, dtype=dtype)
-        given = {"update": near(good, 0.1), "anchor": good}
-        given[damaged][key] = _entry(value)(given[damaged][key])
-        word = "overflow" if 1 < value < float("inf") else "NaN or Inf"
-        with pytest.raises(UpdateError, match=word) as caught:
-            fedrot.align(
-                **given,
-                symmetry=symmetry_for(NAME),
-                options=fedrot.AlignmentOptions(parts=parts),
-            )
-        assert f"'{key}'" in str(caught.value)
+    states = [cast(near(BASE, scale), dtype) for scale in (0.1, 0)]
+    states[damaged][key] = _entry(value)(states[damaged][key])
+    refused(key, word, *states, parts or (part,))
 
 
 STRANGE = {
@@ -129,18 +144,16 @@ STRANGE = {
 )
 def test_a_tensor_that_cannot_be_computed_with_is_named(name: str, kind: str) -> None:
     made, says = STRANGE[kind]
-    state = state_of(NAME)
-    symmetry = symmetry_for(NAME)
-    strange = {**state, name: made(state[name])}
+    strange = {**BASE, name: made(BASE[name])}
     calls = [
-        lambda: fedrot.align(strange, state, symmetry),
-        lambda: fedrot.align(state, strange, symmetry),
-        lambda: fedrot.canonical(strange, symmetry),
+        lambda: align(strange, BASE, SYMMETRY),
+        lambda: align(BASE, strange, SYMMETRY),
+        lambda: canonical(strange, SYMMETRY),
         lambda: Mean().add(strange, 1),
         lambda: to_arrays(strange),
     ]
     if kind != "without values":  # A symmetry needs shapes alone.
-        calls.append(lambda: fedrot.symmetry_of(config_of(NAME), strange))
+        calls.append(lambda: symmetry_of(config_of(NAME), strange))
     for call in calls:
         with pytest.raises(FedrotError, match=re.escape(name)) as caught:
             call()
@@ -148,7 +161,7 @@ def test_a_tensor_that_cannot_be_computed_with_is_named(name: str, kind: str) ->
 
 
 def _align(update: Any, anchor: Any, symmetry: Any = None, options: Any = None) -> Any:
-    return fedrot.align(update, anchor, symmetry or symmetry_for(NAME), options)
+    return align(update, anchor, symmetry or SYMMETRY, options)
 
 
 Call = Callable[[Any, Any], Any]
@@ -165,13 +178,11 @@ CALLS = {
             "as_tensor",
         ),
         (
-            lambda model, state: fedrot.random_equivalent(model, symmetry_for(NAME)),
+            lambda model, state: random_equivalent(model, SYMMETRY),
             "state_dict()",
         ),
         (
-            lambda model, state: fedrot.random_equivalent(
-                {"a": state[QUERY]}, symmetry_for(NAME)
-            ),
+            lambda model, state: random_equivalent({"a": state[QUERY]}, SYMMETRY),
             "is missing",
         ),
         (
@@ -200,26 +211,24 @@ CALLS = {
             "is a BertConfig; build it first",
         ),
         (
-            lambda model, state: fedrot.random_equivalent(state, model.config),
+            lambda model, state: random_equivalent(state, model.config),
             "fedrot.symmetry_of",
         ),
         (
-            lambda model, state: fedrot.align_round([], state, model.config),
+            lambda model, state: align_round([], state, model.config),
             "fedrot.symmetry_of",
         ),
         (
-            lambda model, state: fedrot.diagnose(state, [state], {}),
+            lambda model, state: diagnose(state, [state], {}),
             "fedrot.symmetry_of",
         ),  # type: ignore[arg-type]
         (
-            lambda model, state: fedrot.collect_activations(
-                model, model, [], model.config
-            ),
+            lambda model, state: collect_activations(model, model, [], model.config),
             "fedrot.symmetry_of",
         ),
-        (lambda model, state: fedrot.symmetry_of(model, state), "model.config"),
+        (lambda model, state: symmetry_of(model, state), "model.config"),
         (
-            lambda model, state: fedrot.symmetry_of(model.config, model),
+            lambda model, state: symmetry_of(model.config, model),
             "model.state_dict()",
         ),
     ],
@@ -229,14 +238,12 @@ CALLS = {
             "(parts=('attention',))",
         ),
         (
-            lambda model, state: fedrot.collect_activations(
-                state, state, [], symmetry_for(NAME)
-            ),
+            lambda model, state: collect_activations(state, state, [], SYMMETRY),
             "pass the two models, not their tensors",
         ),
         (
-            lambda model, state: fedrot.align_round(
-                [], state, symmetry_for(NAME), fedrot.AlignmentOptions(anchor="nearest")
+            lambda model, state: align_round(
+                [], state, SYMMETRY, AlignmentOptions(anchor="nearest")
             ),
             "'nearest'; choose from global, running",
         ),

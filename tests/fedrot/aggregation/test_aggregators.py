@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from fedrot.aggregation import Fisher, Mean, RegMean, aggregations
 from fedrot.errors import FedrotError, UpdateError
+from tests.models import Parts, copied, same
 
 Array = np.ndarray
 OUT, IN = 3, 6
@@ -47,7 +48,7 @@ class Client:
         return np.broadcast_to(trained[:, None], (OUT, IN))
 
     def sent(
-        self, kinds: tuple[str, ...], dtype: torch.dtype = torch.float64, **change: Any
+        self, kinds: Parts, dtype: torch.dtype = torch.float64, **change: Any
     ) -> tuple:
         """Return what ``add`` takes; ``change`` replaces pieces of it."""
         update = {
@@ -158,7 +159,7 @@ def regmean(
 class Case:
     build: Callable[[], Any]
     oracle: Callable[[list[Client], str], Array]
-    kinds: tuple[str, ...] = ()
+    kinds: Parts = ()
 
 
 CASES = {
@@ -189,18 +190,6 @@ def added(case: Case, given: list[Client], dtype: torch.dtype = torch.float64) -
     return aggregator
 
 
-def merged(case: Case, given: list[Client]) -> dict[str, Array]:
-    return {
-        name: tensor.numpy() for name, tensor in added(case, given).result().items()
-    }
-
-
-def same(found: Mapping[str, torch.Tensor], expected: Mapping[str, Array]) -> bool:
-    return all(
-        np.array_equal(found[name].numpy(), value) for name, value in expected.items()
-    )
-
-
 def test_every_aggregation_without_inputs_has_a_case() -> None:
     assert {entry.name for entry in aggregations(())} == ONE_EACH.keys()
 
@@ -219,16 +208,16 @@ def test_the_result_is_the_oracle_s_in_any_order_and_scale(
     """Layers that share their inputs may be untrained at any clients, in all rows or in
     some.
     """
-    given_ = clients(seed, count, masks, dead)
-    aggregator = added(case, given_)
+    sent = clients(seed, count, masks, dead)
+    turned = [replace(client, share=1e3 * client.share) for client in sent[::-1]]
+    aggregator = added(case, sent)
     found = aggregator.result()
-    turned = merged(case, [replace(c, share=1e3 * c.share) for c in given_[::-1]])
+    again = added(case, turned).result()
     for key in (W, V):
-        assert np.allclose(
-            found[key].numpy(), case.oracle(given_, key), rtol=1e-7, atol=1e-8
-        )
-        assert np.allclose(turned[key], found[key].numpy(), rtol=1e-7, atol=1e-8)
-    assert np.allclose(found[B].numpy(), mean(given_, B), atol=1e-10)
+        expected = case.oracle(sent, key)
+        assert np.allclose(found[key], expected, rtol=1e-7, atol=1e-8)
+        assert np.allclose(again[key], found[key], rtol=1e-7, atol=1e-8)
+    assert np.allclose(found[B], mean(sent, B), atol=1e-10)
     assert dead or aggregator.notes == {}
 
 
@@ -238,63 +227,58 @@ def test_the_result_is_the_oracle_s_in_any_order_and_scale(
     [(torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 4e-2)],
 )
 def test_dtypes_stay_and_sums_are_wide(case: Case, dtype: Any, error: float) -> None:
-    given_ = clients(1, 4)
-    found = added(case, given_, dtype).result()[W]
+    sent = clients(1, 4)
+    found = added(case, sent, dtype).result()[W]
     assert found.dtype == dtype
-    assert np.abs(found.double().numpy() - case.oracle(given_, W)).max() <= error * 30
+    assert np.abs(found.double().numpy() - case.oracle(sent, W)).max() <= error * 30
+
+
+def bad_statistics(case: Case) -> dict[str, Any]:
+    """Return statistics that are refused; those of a client without any are None."""
+    good = clients(9)[0].sent(case.kinds)[2]
+    found = {
+        kind: {**good, kind: {W: BAD_VALUES[kind]}} for kind in ("trained", *case.kinds)
+    }
+    if case.kinds:
+        no_row = torch.tensor(False)
+        found |= {
+            "no statistics": None,
+            "an unknown kind": {**good, "hessian": {W: ONES}},
+            "nothing is trained": {**good, "trained": {W: no_row, V: no_row}},
+        }
+    return found
 
 
 ONES = torch.ones(OUT, IN)
 BIAS = torch.ones(OUT)
-BAD_UPDATES = {
-    **{f"weight {w}": {"weight": w} for w in (1e39, float("nan"), 0.0)},
-    "a tensor is missing": {"update": {W: ONES, V: ONES}},
-    "a tensor is extra": {"update": {W: ONES, V: ONES, B: BIAS, "more": BIAS}},
-    "another shape": {"update": {W: ONES.T, V: ONES, B: BIAS}},
-}
+BAD_UPDATES = [
+    *({"weight": weight} for weight in (1e39, float("nan"), 0.0)),
+    {"update": {W: ONES, V: ONES}},
+    {"update": {W: ONES, V: ONES, B: BIAS, "more": BIAS}},
+    {"update": {W: ONES.T, V: ONES, B: BIAS}},
+]
 #: One bad value of each kind; the table of them is in the tests of
 #: ``check_statistics``.
 BAD_VALUES = {"trained": BIAS, "gram": -torch.eye(IN), "fisher": -ONES}
 
 
-def bad(case: Case) -> dict[str, dict[str, Any]]:
-    found = dict(BAD_UPDATES)
-    good = clients(9)[0].sent(case.kinds)[2]
-    for kind in ("trained", *case.kinds):
-        found[kind] = {"statistics": {**good, kind: {W: BAD_VALUES[kind]}}}
-    if case.kinds:
-        no_row = torch.tensor(False)
-        found |= {
-            "no statistics": {"statistics": None},
-            "an unknown kind": {"statistics": {**good, "hessian": {W: ONES}}},
-            "nothing is trained": {
-                "statistics": {**good, "trained": {W: no_row, V: no_row}}
-            },
-        }
-    return found
-
-
-@pytest.mark.parametrize(
-    ("case", "change"),
-    [
-        pytest.param(case, change, id=f"{name}: {what}")
-        for name, case in ONE_EACH.items()
-        for what, change in bad(case).items()
-    ],
-)
-def test_what_is_refused_leaves_nothing(case: Case, change: Any) -> None:
+@pytest.mark.parametrize("case", ONE_EACH.values(), ids=ONE_EACH)
+def test_what_is_refused_leaves_nothing(case: Case) -> None:
     one, two, three = clients(2)
-    aggregator = case.build()
-    if "update" not in change:
+    bad = [{"statistics": each} for each in bad_statistics(case).values()]
+    for change in bad:
+        aggregator = case.build()
         with pytest.raises(UpdateError):
             aggregator.add(*three.sent(case.kinds, **change))
         with pytest.raises(UpdateError, match="Nothing was added"):
             aggregator.result()
-    aggregator.add(*one.sent(case.kinds))
-    with pytest.raises(UpdateError):
-        aggregator.add(*three.sent(case.kinds, **change))
-    aggregator.add(*two.sent(case.kinds))
-    assert same(aggregator.result(), merged(case, [one, two]))
+    expected = added(case, [one, two]).result()
+    for change in [*BAD_UPDATES, *bad]:
+        aggregator = added(case, [one])
+        with pytest.raises(UpdateError):
+            aggregator.add(*three.sent(case.kinds, **change))
+        aggregator.add(*two.sent(case.kinds))
+        assert same(aggregator.result(), expected)
 
 
 @pytest.mark.parametrize(
@@ -319,21 +303,24 @@ def test_a_tensor_needs_statistics_from_most_of_the_weight(
     mean.
     """
     one, two, three = (
-        replace(client, share=1.0, f={key: f + 1 for key, f in client.f.items()})
-        for client in clients(5)
+        replace(client, share=share, f={key: f + 1 for key, f in client.f.items()})
+        for client, share in zip(clients(5), (1.0, 1.0, weight), strict=True)
     )
-    three = replace(three, share=weight)
-    for order in permutations((one, two, three)):
+    sent = [one, two, three]
+    expected = {
+        V: case.oracle(sent, V),
+        W: case.oracle([one, two], W) if most else mean(sent, W),
+    }
+    for order in permutations(sent):
         aggregator = case.build()
         for client in order:
-            update, share, found = client.sent(case.kinds)
+            update, share, statistics = client.sent(case.kinds)
             if client is three:
-                del found[case.kinds[0]][W]
-            aggregator.add(update, share, found)
-        result = {name: tensor.numpy() for name, tensor in aggregator.result().items()}
-        assert np.allclose(result[V], case.oracle([one, two, three], V), atol=1e-8)
-        expected = case.oracle([one, two], W) if most else mean([one, two, three], W)
-        assert np.allclose(result[W], expected, atol=1e-8)
+                del statistics[case.kinds[0]][W]
+            aggregator.add(update, share, statistics)
+        result = aggregator.result()
+        for key, value in expected.items():
+            assert np.allclose(result[key], value, atol=1e-8)
         assert set(aggregator.notes) == {W}
         assert ("left out" if most else "mean") in aggregator.notes[W]
 
@@ -343,20 +330,17 @@ def test_a_tensor_needs_statistics_from_most_of_the_weight(
 def test_results_may_be_taken_in_between_and_share_nothing(
     case: Case, masks: bool
 ) -> None:
-    one, two = clients(3, 2, masks)
+    pair = clients(3, 2, masks)
     aggregator = case.build()
-    sent = one.sent(case.kinds), two.sent(case.kinds)
-    kept = [{n: t.clone() for n, t in update.items()} for update, _, _ in sent]
+    sent = [client.sent(case.kinds) for client in pair]
+    kept = [copied(update) for update, _, _ in sent]
     sent[0][0][W].requires_grad_()
     aggregator.add(*sent[0])
     for tensor in aggregator.result().values():
         assert not tensor.requires_grad
         tensor.zero_()
     aggregator.add(*sent[1])
-    expected = merged(case, [one, two])
-    assert all(same(aggregator.result(), expected) for _ in range(2))
-    assert all(
-        torch.equal(update[n], before[n])
-        for (update, _, _), before in zip(sent, kept, strict=True)
-        for n in before
-    )
+    expected = added(case, pair).result()
+    for _ in range(2):
+        assert same(aggregator.result(), expected)
+    assert all(same(update, k) for (update, _, _), k in zip(sent, kept, strict=True))

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-import fedrot
+from fedrot import FedrotError
 from fedrot.aggregation import Aggregator, Fisher, Mean, RegMean, register_aggregation
 from fedrot.aggregation.registry import _ENTRIES
+from tests.models import State
 
 
 class Last(Aggregator):
@@ -19,14 +19,14 @@ class Last(Aggregator):
     def add(self, update: Any, weight: float, statistics: Any = None) -> None:
         self.last = dict(update)
 
-    def result(self) -> dict[str, Tensor]:
+    def result(self) -> State:
         return self.last
 
 
 class Doubled(Mean):
     """Twice the mean."""
 
-    def result(self, device: Any = None) -> dict[str, Tensor]:
+    def result(self, device: Any = None) -> State:
         return {name: 2 * tensor for name, tensor in super().result(device).items()}
 
 
@@ -49,6 +49,6 @@ def test_only_the_mean_itself_streams() -> None:
 
 @pytest.mark.parametrize("other", [dict, type("Duck", (), {"add": 1, "result": 1}), 3])
 def test_another_class_is_refused_when_it_is_registered(other: Any) -> None:
-    with pytest.raises(fedrot.FedrotError, match=r"subclass fedrot\.aggregation"):
+    with pytest.raises(FedrotError, match=r"subclass fedrot\.aggregation"):
         register_aggregation("other", "no aggregator")(other)
     assert "other" not in _ENTRIES

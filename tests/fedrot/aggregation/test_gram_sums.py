@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedrot.aggregation.gram_sums import Inverse
-from tests.fedrot.oracles import seeded
+from tests.fedrot.oracles import eye, normal, seeded
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -19,15 +19,12 @@ def test_an_unseen_direction_is_found_wherever_it_points(
     """The last pivot of a Cholesky factor is large if the direction hardly has the last
     unit.
     """
-    unseen, rows = (
-        torch.randn(*size, generator=seeded(seed), dtype=torch.float64)
-        for size in ((9,), (40, 9))
-    )
+    unseen, rows = (normal(seeded(seed), *size) for size in ((9,), (40, 9)))
     unseen[-1] = last
     unseen /= torch.linalg.norm(unseen)
     rows -= torch.outer(rows @ unseen, unseen)
     inverse = Inverse(rows.mT @ rows, EPS)
     assert inverse.unseen == 1
     assert torch.allclose(
-        inverse.outside(torch.eye(9).double()), torch.outer(unseen, unseen), atol=1e-8
+        inverse.outside(eye(9)), torch.outer(unseen, unseen), atol=1e-8
     )

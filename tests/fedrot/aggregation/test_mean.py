@@ -8,22 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-import fedrot
+from fedrot import UpdateError
 from fedrot.aggregation import Fisher, Mean
+from tests.fedrot.oracles import gap
+from tests.models import State, same
 
 
-def folded(
-    updates: list[dict[str, Tensor]], weights: list[float], masks: Any = None
-) -> Mean:
+def folded(updates: list[State], weights: list[float], masks: Any = None) -> Mean:
     mean = Mean()
     for index, (update, weight) in enumerate(zip(updates, weights, strict=True)):
         mean.add(update, weight, {"trained": masks[index]} if masks else None)
     return mean
 
 
-def mixed(count: int = 4) -> list[dict[str, Tensor]]:
+def mixed(count: int = 4) -> list[State]:
     return [
         {
             "weight": torch.full((3, 5), float(i)),
@@ -63,7 +62,7 @@ def test_means_of_the_largest_and_smallest_integers(dtype: Any) -> None:
     assert 0 <= most - found[1] <= (1024 if dtype == torch.int64 else 0)
     other = {"steps": torch.tensor([most, least], dtype=dtype)}
     middle = folded([ends, other], [1.0, 1.0]).result()["steps"].double()
-    assert (middle - (least + most) / 2).abs().max() <= 0.5
+    assert gap(middle, (least + most) / 2) <= 0.5
 
 
 @pytest.mark.parametrize(
@@ -111,8 +110,8 @@ def test_the_last_result_is_the_same_and_takes_no_copy() -> None:
     held = {name: tensor.data_ptr() for name, tensor in mean.current.items()}
     expected = other.result()
     found = mean.release()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert same(found, expected)
     places = {name: t.data_ptr() for name, t in found.items() if t.is_floating_point()}
     assert places == {name: held[name] for name in ("weight", "scale")}
-    with pytest.raises(fedrot.UpdateError, match="Nothing was added"):
+    with pytest.raises(UpdateError, match="Nothing was added"):
         mean.result()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import fedrot
+from fedrot import FedrotError
 from fedrot.aggregation import Fisher, Mean, RegMean, aggregation_named, aggregations
 from fedrot.aggregation.registry import _ENTRIES, register_aggregation
 
@@ -52,7 +52,7 @@ def test_aggregations_of_users_get_the_arguments_that_they_take() -> None:
         assert entry in aggregations()
         assert (entry.inputs, entry.meaning) == (("symmetry",), "the median")
         assert entry.path == f"{__name__}.Median"
-        with pytest.raises(fedrot.FedrotError, match="argument 'symmetry'"):
+        with pytest.raises(FedrotError, match="argument 'symmetry'"):
             aggregation_named("median", score=unwanted)
         build = aggregation_named(
             "median", symmetry=lambda: next(numbers), alpha=unwanted
@@ -64,5 +64,5 @@ def test_aggregations_of_users_get_the_arguments_that_they_take() -> None:
 
 
 def test_a_name_that_builds_nothing_is_an_error() -> None:
-    with pytest.raises(fedrot.FedrotError, match="mean, fisher, regmean"):
+    with pytest.raises(FedrotError, match="mean, fisher, regmean"):
         aggregation_named("median")

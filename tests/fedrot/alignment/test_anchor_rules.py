@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import fedrot
+from fedrot import AlignmentOptions, align_round
 from fedrot.aggregation import Mean
 from fedrot.alignment.anchors import ANCHORS, AnchorRule, finder
 from fedrot.matching.anchor import Anchor
@@ -30,7 +30,7 @@ class Following(AnchorRule):
 
 def test_a_rule_that_follows_the_mean_gets_the_shared_one_or_its_own() -> None:
     base, symmetry = state_of(NAME), symmetry_for(NAME)
-    find = finder(base, symmetry, fedrot.AlignmentOptions())
+    find = finder(base, symmetry, AlignmentOptions())
     shared = Mean()
     rules = [Following(Anchor(base), find, mean) for mean in (None, shared)]
     for seed in range(3):
@@ -66,7 +66,7 @@ def test_a_round_checks_each_update_once(
     for name in ("align", "anchors"):
         module = sys.modules[f"fedrot.alignment.{name}"]
         monkeypatch.setattr(module, "check_update", counting)
-    options = fedrot.AlignmentOptions(anchor=anchor)
+    options = AlignmentOptions(anchor=anchor)
     pairs = ((update, 1.0) for update in updates)
-    list(fedrot.align_round(pairs, base, symmetry, options))
+    list(align_round(pairs, base, symmetry, options))
     assert checked == [id(tensors) for tensors in (base, *updates)]

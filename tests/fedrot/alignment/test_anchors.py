@@ -4,14 +4,22 @@ reply.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-import fedrot
+from fedrot import (
+    WHOLE_MODEL,
+    Activations,
+    AlignmentOptions,
+    UpdateError,
+    align,
+    align_round,
+    random_equivalent,
+    symmetry_of,
+)
 from fedrot.aggregation import Mean
 from fedrot.alignment import anchors
 from fedrot.alignment.align import Alignment
@@ -30,9 +38,12 @@ from tests.models import (
     EVERY,
     FULL,
     State,
+    align_tensors,
     config_of,
+    copied,
     largest_difference,
     near,
+    same,
     squared_distance,
     state_of,
     symmetry_for,
@@ -40,17 +51,16 @@ from tests.models import (
 
 ANCHOR = pytest.mark.parametrize("anchor", ["global", "running"])
 NAME = "bert-classifier"
-WHOLE = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
+BASE, SYMMETRY = state_of(NAME), symmetry_for(NAME)
+WHOLE = AlignmentOptions(parts=WHOLE_MODEL)
 DEFAULT = {"attention", "ffn"}
 WEIGHTS = (3.0, 1.0, 2.0, 5.0)
 
 Round = list[tuple[State, float]]
 
 
-def _clients(broadcast: State, scale: float = 0.1) -> Round:
-    return [
-        (near(broadcast, scale, 30 + i), weight) for i, weight in enumerate(WEIGHTS)
-    ]
+def _clients(scale: float = 0.1) -> Round:
+    return [(near(BASE, scale, 30 + i), weight) for i, weight in enumerate(WEIGHTS)]
 
 
 def _mean(clients: Round) -> State:
@@ -61,15 +71,10 @@ def _mean(clients: Round) -> State:
 
 
 def _round(
-    clients: Round,
-    broadcast: State,
-    symmetry: fedrot.Symmetry,
-    anchor: str,
-    options: fedrot.AlignmentOptions = EAGER,
-    **given: Any,
+    clients: Round, anchor: str, options: AlignmentOptions = EAGER, **how: Any
 ) -> tuple[State, list[AlignedUpdate]]:
     options = replace(options, anchor=anchor)
-    results = list(fedrot.align_round(clients, broadcast, symmetry, options, **given))
+    results = list(align_round(clients, BASE, SYMMETRY, options, **how))
     return _mean([(dict(result.tensors), result.weight) for result in results]), results
 
 
@@ -84,20 +89,15 @@ def test_clients_of_one_basis_are_averaged_as_they_are_and_others_brought_back(
     """Brought back, a client is fitted to the noise of its anchor too: by that the
     means differ.
     """
-    broadcast, symmetry, defaults = (
-        state_of(NAME),
-        symmetry_for(NAME),
-        fedrot.AlignmentOptions(),
-    )
-    clients = _clients(broadcast)
+    clients = _clients()
     scrambled = [
-        (fedrot.random_equivalent(update, symmetry, seed), weight)
+        (random_equivalent(update, SYMMETRY, seed), weight)
         for seed, (update, weight) in enumerate(clients)
     ]
-    honest, results = _round(clients, broadcast, symmetry, anchor, defaults)
+    honest, results = _round(clients, anchor, AlignmentOptions())
     assert not any(result.alignment.moves for result in results)
-    assert largest_difference(honest, _mean(clients)) == 0
-    found, _ = _round(scrambled, broadcast, symmetry, anchor, defaults)
+    assert same(honest, _mean(clients))
+    found, _ = _round(scrambled, anchor, AlignmentOptions())
     lost = squared_distance(_mean(scrambled), honest)
     assert squared_distance(found, honest) < 1e-2 * lost
 
@@ -107,42 +107,31 @@ def test_each_update_is_aligned_to_its_anchor_and_inputs_stay(anchor: str) -> No
     """To the broadcast model, or to the weighted mean of the aligned updates before
     it.
     """
-    broadcast = state_of(NAME)
-    symmetry = symmetry_for(NAME)
-    clients = [(state_of(NAME, 60 + i), weight) for i, weight in enumerate(WEIGHTS)]
-    _, results = _round(clients, broadcast, symmetry, anchor)
+    updates = [state_of(NAME, 60 + i) for i in range(len(WEIGHTS))]
+    kept = [copied(state) for state in (BASE, *updates)]
+    _, results = _round([*zip(updates, WEIGHTS, strict=True)], anchor)
+    assert all(map(same, kept, (BASE, *updates)))
     aligned = []
-    for i, (result, weight) in enumerate(zip(results, WEIGHTS, strict=True)):
-        to = broadcast if anchor == "global" or i == 0 else _mean(aligned)
-        update = state_of(NAME, 60 + i)
-        assert largest_difference(clients[i][0], update) == 0
-        expected = fedrot.align(update, to, symmetry, EAGER).apply(update)
+    for result, update, weight in zip(results, updates, WEIGHTS, strict=True):
+        to = BASE if anchor == "global" or not aligned else _mean(aligned)
+        expected = align_tensors(update, to, SYMMETRY, EAGER)
         assert largest_difference(result.tensors, expected) <= 1e-8
         aligned.append((expected, weight))
-    assert largest_difference(broadcast, state_of(NAME)) == 0
 
 
 @ANCHOR
 def test_updates_are_read_lazily_and_a_bad_one_is_refused(anchor: str) -> None:
-    broadcast = state_of(NAME)
-    symmetry = symmetry_for(NAME)
-    clients = _clients(broadcast)
-    read = list[int]()
+    clients = _clients()
+    read = []
     clients[3][0]["bert.encoder.layer.0.intermediate.dense.weight"][0, 0] = float("nan")
-
-    def updates() -> Iterator[tuple[State, float]]:
-        for i, client in enumerate(clients):
-            read.append(i)
-            yield client
-
-    options = fedrot.AlignmentOptions(anchor=anchor)
-    assert list(fedrot.align_round([], broadcast, symmetry, options)) == []
-    results = fedrot.align_round(updates(), broadcast, symmetry, options)
-    assert read == []
+    updates = (read.append(i) or client for i, client in enumerate(clients))
+    options = AlignmentOptions(anchor=anchor)
+    assert list(align_round([], BASE, SYMMETRY, options)) == []
+    results = align_round(updates, BASE, SYMMETRY, options)
     for i in range(3):
+        assert read == list(range(i))
         next(results)
-        assert read == list(range(i + 1))
-    with pytest.raises(fedrot.UpdateError, match="NaN or Inf"):
+    with pytest.raises(UpdateError, match="NaN or Inf"):
         next(results)
 
 
@@ -152,22 +141,24 @@ def test_updates_are_read_lazily_and_a_bad_one_is_refused(anchor: str) -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_embeddings_tell_one_base_from_another(name: str) -> None:
     base = state_of(name)
-    symmetry = symmetry_for(name)
-    inside = fedrot.random_equivalent(base, symmetry, 1, FULL)
-    for same in (base, inside):
-        assert base_cosine(same, base, symmetry) == pytest.approx(1, abs=1e-12)
-    assert base_cosine(near(base, 0.1), base, symmetry) > 0.98
-    assert base_cosine(
-        {k: -v for k, v in base.items()}, base, symmetry
-    ) == pytest.approx(-1)
-    for other in (
-        fedrot.random_equivalent(base, symmetry, 1, ("residual",)),
-        state_of(name, 5),
+
+    def cosine(state: State, to: State = base) -> float:
+        return base_cosine(state, to, symmetry_for(name))
+
+    inside, across = (
+        random_equivalent(base, symmetry_for(name), 1, parts)
+        for parts in (FULL, ("residual",))
+    )
+    for state, expected in (
+        (base, 1),
+        (inside, 1),
+        ({k: -v for k, v in base.items()}, -1),
     ):
-        assert abs(base_cosine(other, base, symmetry)) < 0.25
-        assert base_cosine(other, base, symmetry) == pytest.approx(
-            base_cosine(base, other, symmetry)
-        )
+        assert cosine(state) == pytest.approx(expected, abs=1e-12)
+    assert cosine(near(base, 0.1)) > 0.98
+    for other in (across, state_of(name, 5)):
+        assert abs(cosine(other)) < 0.25
+        assert cosine(other) == pytest.approx(cosine(base, other))
 
 
 @pytest.mark.parametrize("compared", [2**20, 100])
@@ -181,43 +172,30 @@ def test_embeddings_tell_one_base_from_another(name: str) -> None:
     ],
 )
 def test_the_cosine_is_that_of_the_matrices_of_the_stream(
-    ours: Any,
-    theirs: Any,
-    compared: int,
-    monkeypatch: Any,
+    ours: Any, theirs: Any, compared: int, monkeypatch: Any
 ) -> None:
     """In any precision; of large ones, rows at even distances are compared."""
     monkeypatch.setattr(anchors, "_COMPARED", compared)
     one = state_of(NAME, dtype=ours)
     other = near(state_of(NAME, dtype=theirs), 0.7)
-    names = [
-        f"bert.embeddings.{action}_embeddings.weight"
-        for action in ("word", "position", "token_type")
-    ]
-    steps = [-(-one[name].numel() // compared) for name in names]
-    left, right = (
-        torch.cat(
-            [
-                s[n].double()[::step].flatten()
-                for n, step in zip(names, steps, strict=True)
-            ]
-        )
-        for s in (one, other)
-    )
+    rows = []
+    for action in ("word", "position", "token_type"):
+        name = f"bert.embeddings.{action}_embeddings.weight"
+        step = -(-one[name].numel() // compared)
+        both = (state[name].double()[::step].flatten() for state in (one, other))
+        rows.append(torch.stack([*both]))
+    left, right = torch.cat(rows, 1)
     expected = float(left @ right / (left.norm() * right.norm()))
-    assert base_cosine(other, one, symmetry_for(NAME)) == pytest.approx(
-        expected, abs=1e-5
-    )
+    assert base_cosine(other, one, SYMMETRY) == pytest.approx(expected, abs=1e-5)
 
 
 def test_where_nothing_can_be_compared_all_bases_are_one() -> None:
     for name in BARE:
-        symmetry = fedrot.symmetry_of(config_of(name), state_of(name))
+        symmetry = symmetry_of(config_of(name), state_of(name))
         assert base_cosine(state_of(name, 5), state_of(name), symmetry) == 1
-    base = state_of(NAME)
-    zeros = {k: torch.zeros_like(v) for k, v in base.items()}
-    assert base_cosine(zeros, base, symmetry_for(NAME)) == 1
-    assert base_cosine(base, zeros, symmetry_for(NAME)) == 1
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in BASE.items()}
+    for pair in ((zeros, BASE), (BASE, zeros)):
+        assert base_cosine(*pair, SYMMETRY) == 1
 
 
 @ANCHOR
@@ -227,43 +205,36 @@ def test_other_basis_updates_are_aligned_by_their_own_options_and_evidence(
     """Evidence is asked for only where the residual stream is matched; empty one
     changes nothing.
     """
-    broadcast = state_of(NAME)
-    symmetry = symmetry_for(NAME)
-    clients = _clients(broadcast, 0.02)
+    clients = _clients(0.02)
     asked = list[float]()
     moved = list(clients)
     for i in (1, 3):
-        update = fedrot.random_equivalent(
-            clients[i][0], symmetry, i, fedrot.WHOLE_MODEL
-        )
-        moved[i] = (update, clients[i][1])
+        update, weight = clients[i]
+        moved[i] = (random_equivalent(update, SYMMETRY, i, WHOLE_MODEL), weight)
 
-    def evidence(to: State, update: State) -> fedrot.Activations:
-        asked.append(base_cosine(update, to, symmetry))
-        return fedrot.Activations({}, {})
+    def evidence(to: State, update: State) -> Activations:
+        asked.append(base_cosine(update, to, SYMMETRY))
+        return Activations({}, {})
 
-    given = (broadcast, symmetry, anchor)
-    plain, _ = _round(clients, *given)
-    expected, _ = _round(clients, *given, other_basis=WHOLE, evidence=evidence)
-    assert largest_difference(expected, plain) == 0
-    inside = fedrot.AlignmentOptions(parts=("heads", "ffn"))
-    _round(moved, *given, other_basis=inside, evidence=evidence)
+    def mean(clients: Round, *options: Any, **how: Any) -> State:
+        return _round(clients, anchor, *options, **how)[0]
+
+    expected = mean(clients, other_basis=WHOLE, evidence=evidence)
+    assert same(expected, mean(clients))
+    inside = AlignmentOptions(parts=("heads", "ffn"))
+    mean(moved, other_basis=inside, evidence=evidence)
     assert asked == []
-    found, results = _round(moved, *given, other_basis=WHOLE, evidence=evidence)
+    found, results = _round(moved, anchor, other_basis=WHOLE, evidence=evidence)
     assert largest_difference(found, expected) <= 1e-6
-    assert [_parts(result) for result in results] == [
-        DEFAULT,
-        {*fedrot.WHOLE_MODEL},
-    ] * 2
+    assert [_parts(result) for result in results] == [DEFAULT, {*WHOLE_MODEL}] * 2
     assert len(asked) == 2
     assert max(asked) < SAME_BASIS
-    again, _ = _round(moved, *given, other_basis=WHOLE)
-    assert largest_difference(found, again) == 0
-    without, results = _round(moved, *given)
+    assert same(found, mean(moved, other_basis=WHOLE))
+    without, results = _round(moved, anchor)
     assert largest_difference(without, expected) > 0.1
     assert _parts(results[1]) == DEFAULT
     asked.clear()
-    _round(clients[:2], *given, WHOLE, evidence=evidence)
+    mean(clients[:2], WHOLE, evidence=evidence)
     assert len(asked) == 2
     assert min(asked) > 0.9
 
@@ -274,29 +245,28 @@ def test_evidence_decides_what_weights_leave_open() -> None:
     """
     broadcast = state_of(NAME, dtype=torch.float32)
     update = state_of(NAME, 5, torch.float32)
-    symmetry = symmetry_for(NAME)
-    drawn = [0]
+    drawn = []
 
     def initialised() -> Any:
         before = torch.random.get_rng_state()
         model = EVERY[NAME].build("eager")
-        drawn[0] += not torch.equal(torch.random.get_rng_state(), before)
+        drawn.append(not torch.equal(torch.random.get_rng_state(), before))
         return model
 
-    evidence = probing(
-        initialised, config_of(NAME).to_dict(), symmetry, rows=64, seed=1
-    )
+    config = config_of(NAME).to_dict()
+    evidence = probing(initialised, config, SYMMETRY, rows=64, seed=1)
     before = torch.random.get_rng_state()
     seen = evidence(broadcast, update)
     # The models that it builds are initialised at random; the caller's random numbers
     # stay.
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert drawn == [2]
-    given = {"other_basis": WHOLE, "evidence": evidence}
-    _, (result,) = _round([(update, 1.0)], broadcast, symmetry, "global", **given)
-    expected = fedrot.align(update, broadcast, symmetry, WHOLE, seen).apply(update)
-    assert largest_difference(result.tensors, expected) == 0
-    by_weights = fedrot.align(update, broadcast, symmetry, WHOLE).apply(update)
+    assert drawn == [True, True]
+    how = {"other_basis": WHOLE, "evidence": evidence}
+    (result,) = align_round(
+        [(update, 1.0)], broadcast, SYMMETRY, replace(EAGER, anchor="global"), **how
+    )
+    assert same(result.tensors, align_tensors(update, broadcast, SYMMETRY, WHOLE, seen))
+    by_weights = align_tensors(update, broadcast, SYMMETRY, WHOLE)
     assert largest_difference(result.tensors, by_weights) > 1e-3
 
 
@@ -305,21 +275,15 @@ def test_clients_that_trained_far_from_one_start_share_a_basis(anchor: str) -> N
     """Their cosine with the broadcast model is above the limit; that with each other is
     not.
     """
-    base = state_of(NAME)
-    symmetry = symmetry_for(NAME)
-    updates = [near(base, 2.5, seed) for seed in (1, 2)]
-    assert all(base_cosine(update, base, symmetry) > SAME_BASIS for update in updates)
-    assert base_cosine(*updates, symmetry) < SAME_BASIS
-    given = [(update, 1.0) for update in updates]
-    _, results = _round(
-        given, base, symmetry, anchor, fedrot.AlignmentOptions(), other_basis=WHOLE
-    )
+    updates = [near(BASE, 2.5, seed) for seed in (1, 2)]
+    assert all(base_cosine(update, BASE, SYMMETRY) > SAME_BASIS for update in updates)
+    assert base_cosine(*updates, SYMMETRY) < SAME_BASIS
+    clients = [(update, 1.0) for update in updates]
+    _, results = _round(clients, anchor, AlignmentOptions(), other_basis=WHOLE)
     assert [_parts(result) for result in results] == [DEFAULT, DEFAULT]
 
 
-def test_the_running_anchor_moves_by_the_share_of_each_update(
-    monkeypatch: Any,
-) -> None:
+def test_the_running_anchor_moves_by_the_share_of_each_update(monkeypatch: Any) -> None:
     """Bounds on its neurons shrink by as much."""
     shares = []
     move = Anchor.towards_last
@@ -329,12 +293,7 @@ def test_the_running_anchor_moves_by_the_share_of_each_update(
         return move(anchor, tensors, share)
 
     monkeypatch.setattr(Anchor, "towards_last", recorded)
-    base = state_of(NAME)
-    updates = [
-        (near(base, 0.01, seed), weight)
-        for seed, weight in ((1, 1.0), (2, 3.0), (3, 4.0))
-    ]
-    _round(updates, base, symmetry_for(NAME), "running")
+    _round([(near(BASE, 0.01, w), float(w)) for w in (1, 3, 4)], "running")
     assert shares == pytest.approx([1.0, 0.75, 0.5])
 
 
@@ -342,18 +301,15 @@ def test_an_anchor_forgets_whom_it_was_not_moved_towards() -> None:
     """An update is aligned to it and dropped; the next one is aligned to the broadcast
     model.
     """
-    base = state_of(NAME)
-    symmetry = symmetry_for(NAME)
-    broadcast = Anchor(base)
     refused = list[Anchor]()
 
     def find(update: Tensors, to: Anchor) -> Alignment:
-        if any(to is one for one in refused):
-            raise fedrot.UpdateError("cannot be matched")
-        return fedrot.align(update, to, symmetry)
+        if any(to is anchor for anchor in refused):
+            raise UpdateError("cannot be matched")
+        return align(update, to, SYMMETRY)
 
-    rule = RunningAnchor(broadcast, find)
-    first, dropped, last = (near(base, 1e-3, seed) for seed in (1, 2, 3))
+    rule = RunningAnchor(Anchor(BASE), find)
+    first, dropped, last = (near(BASE, 1e-3, seed) for seed in (1, 2, 3))
     rule.accept(rule.align(first).apply(first), 1.0)
     rule.align(dropped)
     refused.append(rule.current)

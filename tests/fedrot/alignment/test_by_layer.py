@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import cache
@@ -17,7 +17,15 @@ import pytest
 import torch
 import transformers
 
-import fedrot
+from fedrot import (
+    AlignmentOptions,
+    FedrotError,
+    Symmetry,
+    UpdateError,
+    align,
+    align_round,
+    symmetry_of,
+)
 from fedrot.aggregation import Mean
 from fedrot.alignment import by_layer
 from fedrot.alignment.by_layer import (
@@ -30,22 +38,22 @@ from fedrot.matching import descent
 from fedrot.report import AlignmentReport
 from fedrot.symmetry.groups import Move, apply_moves
 from fedrot.tensors import checked_device
-from tests.families import KINDS, state_of, symmetry_for
+from tests.families import KINDS, symmetry_for
+from tests.fedrot.oracles import seeded
+from tests.fedrot.pairs import OPTIONS, beside, movable_options
 from tests.fedrot.pretend import DEVICE, Pretend
-from tests.models import EAGER, EVERYTHING, FULL, State, largest_difference
+from tests.models import (
+    EAGER,
+    State,
+    align_tensors,
+    cast,
+    largest_difference,
+    tensors_of,
+)
 
 CPU = torch.device("cpu")
 PLACES = {"cpu": CPU, "device": DEVICE}
 NEURONS = 96
-OPTIONS = {
-    "default": fedrot.AlignmentOptions(),
-    "eager": EAGER,
-    "layers": fedrot.AlignmentOptions(parts=FULL, chance=0),
-    "biases": fedrot.AlignmentOptions(canonical=True, chance=0),
-    "last": fedrot.AlignmentOptions(layers="last:1", chance=0),
-    "whole": fedrot.AlignmentOptions(parts=EVERYTHING),
-    "nothing": fedrot.AlignmentOptions(parts=()),
-}
 
 
 def fold_by_layer(
@@ -58,27 +66,7 @@ def fold_by_layer(
     return report()
 
 
-def options_of(name: str, symmetry: fedrot.Symmetry) -> fedrot.AlignmentOptions:
-    kept = tuple(part for part in OPTIONS[name].parts if part not in symmetry.refused)
-    return replace(OPTIONS[name], parts=kept)
-
-
-def single(state: State) -> State:
-    return {
-        name: t.float() if t.is_floating_point() else t for name, t in state.items()
-    }
-
-
-def models(family: str = "llama") -> tuple[State, State]:
-    """Return an anchor and a client that is neither near nor far, float32."""
-    anchor, other = (single(state_of(family, seed)) for seed in (0, 1))
-    client = {
-        n: t + 0.5 * other[n] if t.is_floating_point() else t for n, t in anchor.items()
-    }
-    return anchor, client
-
-
-def size_of(part: fedrot.Symmetry) -> int:
+def size_of(part: Symmetry) -> int:
     return sum(math.prod(shape) for shape in part.shapes.values())
 
 
@@ -88,25 +76,39 @@ def a_piece_per_layer(monkeypatch: Any) -> None:
     monkeypatch.setattr(by_layer, "STACKED", 0)
 
 
-@pytest.mark.parametrize("which", OPTIONS)
+#: Options of families here, with those of all tests of families.
+MORE = {
+    **OPTIONS,
+    "last": AlignmentOptions(layers="last:1", chance=0),
+    "nothing": AlignmentOptions(parts=()),
+}
+
+
+def sizes_of(parts: Iterable[Symmetry]) -> list[int]:
+    return [sum(map(math.prod, part.shapes.values())) for part in parts]
+
+
+def with_groups(parts: Iterable[Symmetry]) -> list[Symmetry]:
+    return [part for part in parts if part.groups]
+
+
+@pytest.mark.parametrize("which", MORE)
 @pytest.mark.parametrize("family", KINDS)
 def test_parts_share_nothing_and_leave_nothing_out(family: str, which: str) -> None:
     symmetry = symmetry_for(family)
-    options = options_of(which, symmetry)
+    options = movable_options(MORE[which], family)
     parts = parts_of(symmetry, options)
-    assert sorted(name for part in parts for name in part.shapes) == sorted(
-        symmetry.shapes
-    )
-    groups = [group.name for part in parts for group in part.groups]
-    chosen = symmetry.select(options.parts, options.layer_indices(symmetry.layers))
-    assert sorted(groups) == sorted(group.name for group in chosen)
+    assert sorted(n for part in parts for n in part.shapes) == sorted(symmetry.shapes)
+    groups = {group.name for part in parts for group in part.groups}
+    layers = options.layer_indices(symmetry.layers)
+    chosen = symmetry.select(options.parts, layers)
+    assert groups == {group.name for group in chosen}
+    assert sum(len(part.groups) for part in parts) == len(chosen)
     assert bool(groups) == (which != "nothing")
     for part in parts:
-        assert {s.tensor for g in part.groups for s in g.slots} <= part.shapes.keys()
-        assert (
-            part.select(options.parts, options.layer_indices(part.layers))
-            == part.groups
-        )
+        assert tensors_of(part.groups) <= part.shapes.keys()
+        layers = options.layer_indices(part.layers)
+        assert part.select(options.parts, layers) == part.groups
 
 
 def test_a_layer_is_a_part_and_packets_are_no_larger_unless_a_single_tensor_is() -> (
@@ -116,37 +118,29 @@ def test_a_layer_is_a_part_and_packets_are_no_larger_unless_a_single_tensor_is()
     alone.
     """
     symmetry = symmetry_for("llama")
-    with_groups = [part for part in parts_of(symmetry) if part.groups]
-    assert [{group.layer for group in part.groups} for part in with_groups] == [
-        {0},
-        {1},
-    ]
-    assert max(map(size_of, parts_of(symmetry))) == size_of(with_groups[0])
-    (whole, *_) = parts_of(symmetry, options_of("whole", symmetry))
-    assert whole.groups == symmetry.rotated.select(options_of("whole", symmetry).parts)
+    parts = parts_of(symmetry)
+    layers = with_groups(parts)
+    assert [{group.layer for group in part.groups} for part in layers] == [{0}, {1}]
+    assert max(sizes_of(parts)) == sizes_of(layers)[0]
+    options = movable_options(MORE["whole"], "llama")
+    (whole, *_) = parts_of(symmetry, options)
+    assert whole.groups == symmetry.rotated.select(options.parts)
 
     symmetry = llama(8)
-    parts = parts_of(symmetry, fedrot.AlignmentOptions(layers=[3]))
-    (layer,) = (part for part in parts if part.groups)
-    packets = [part for part in parts if not part.groups]
-    assert math.prod(symmetry.shapes["lm_head.weight"]) < size_of(layer)
+    options = AlignmentOptions(layers=[3])
+    parts = parts_of(symmetry, options)
+    (layer,) = sizes_of(with_groups(parts))
+    packets = sizes_of(part for part in parts if not part.groups)
+    assert math.prod(symmetry.shapes["lm_head.weight"]) < layer
     assert len(packets) >= 7
-    assert max(map(size_of, packets)) <= size_of(layer)
+    assert max(packets) <= layer
     # They are filled: two in a row would not fit into one.
-    assert all(
-        size_of(one) + size_of(other) > size_of(layer)
-        for one, other in pairwise(packets)
-    )
-    nothing = parts_of(symmetry, fedrot.AlignmentOptions(parts=()))
-    assert [list(part.shapes) for part in nothing] == [
-        [name] for name in symmetry.shapes
-    ]
+    assert all(one + other > layer for one, other in pairwise(packets))
+    nothing = parts_of(symmetry, AlignmentOptions(parts=()))
+    assert [[*part.shapes] for part in nothing] == [[name] for name in symmetry.shapes]
     large = {**symmetry.shapes, "lm_head.weight": (1000, 32)}
-    parts = parts_of(
-        replace(symmetry, shapes=large), fedrot.AlignmentOptions(layers=[3])
-    )
-    (alone,) = (part for part in parts if "lm_head.weight" in part.shapes)
-    assert list(alone.shapes) == ["lm_head.weight"]
+    parts = parts_of(replace(symmetry, shapes=large), options)
+    assert ["lm_head.weight"] in [[*part.shapes] for part in parts]
 
 
 FAMILIES = ("bert", "gpt2", "llama", "t5", "albert", "clip")
@@ -160,65 +154,52 @@ FAMILIES = ("bert", "gpt2", "llama", "t5", "albert", "clip")
             which,
             ("cpu", "device")[(step + index) % 2],
         )
-        for index, which in enumerate(OPTIONS)
+        for index, which in enumerate(MORE)
         for step in range(3)
     ],
 )
 def test_the_parts_together_are_the_whole(
     family: str, which: str, where: str, monkeypatch: Any
 ) -> None:
+    """On the CPU, what does not move is not copied."""
     # More passes add up more rounding, which differs between the two ways.
     monkeypatch.setattr(descent, "SWEEPS", 2)
     symmetry = symmetry_for(family)
-    anchor, client = models(family)
-    options = options_of(which, symmetry)
-    alignment = fedrot.align(client, anchor, symmetry, options)
+    anchor, client = beside(family, 0.5)
+    options = movable_options(MORE[which], family)
+    alignment = align(client, anchor, symmetry, options)
+    expected = alignment.apply(client)
     moved = {}
     reports = []
     with Pretend():
         for part in align_by_layer(client, anchor, symmetry, options, PLACES[where]):
-            assert {t.device for t in part.tensors.values()} == {PLACES[where]}
             reports.append(part.alignment.report)
-            moved |= {name: tensor.cpu() for name, tensor in part.tensors.items()}
-    assert largest_difference(moved, alignment.apply(client)) <= 1e-6
-    assert {n: t.dtype for n, t in moved.items()} == {
-        n: t.dtype for n, t in client.items()
-    }
+            for name, tensor in part.tensors.items():
+                assert tensor.device == PLACES[where]
+                moved[name] = tensor.cpu()
+                if where == "cpu" and expected[name] is client[name]:
+                    assert tensor.data_ptr() == client[name].data_ptr()
+    assert largest_difference(moved, expected) <= 1e-6
+    assert all(tensor.dtype == client[name].dtype for name, tensor in moved.items())
     report = merged_report(reports, symmetry)
     wanted = alignment.report
+    slack = 1e-6 * wanted.before
     assert report.before == pytest.approx(wanted.before, rel=1e-6)
-    assert report.after == pytest.approx(
-        wanted.after, rel=1e-6, abs=1e-6 * wanted.before
-    )
-    assert report.seconds == sum(one.seconds for one in reports)
-    assert [row.group for row in report.groups] == [row.group for row in wanted.groups]
+    assert report.after == pytest.approx(wanted.after, rel=1e-6, abs=slack)
+    assert report.seconds == sum(each.seconds for each in reports)
     assert bool(report.groups) == (which != "nothing")
-    for ours, theirs in zip(report.groups, wanted.groups, strict=True):
-        assert (ours.moved, ours.of, ours.certified) == (
-            theirs.moved,
-            theirs.of,
-            theirs.certified,
-        )
-        assert ours.after == pytest.approx(
-            theirs.after, rel=1e-5, abs=1e-6 * wanted.before
-        )
-
-
-def test_on_the_cpu_nothing_is_copied() -> None:
-    anchor, client = models("bert")
-    options = fedrot.AlignmentOptions(parts=())
-    seen = {}
-    for part in align_by_layer(client, anchor, symmetry_for("bert"), options):
-        seen |= {name: tensor.data_ptr() for name, tensor in part.tensors.items()}
-    assert seen == {name: tensor.data_ptr() for name, tensor in client.items()}
+    for row, other in zip(report.groups, wanted.groups, strict=True):
+        for name in ("group", "moved", "of", "certified"):
+            assert getattr(row, name) == getattr(other, name)
+        assert row.after == pytest.approx(other.after, rel=1e-5, abs=slack)
 
 
 @pytest.mark.parametrize(("more", "stacked"), [(0, [2, 2, 2, 2]), (-1, [1] * 8)])
 def test_small_layers_are_stacked(more: int, stacked: Any, monkeypatch: Any) -> None:
     symmetry = llama(8)
-    size = next(size_of(part) for part in parts_of(symmetry) if part.groups)
+    size = sizes_of(with_groups(parts_of(symmetry)))[0]
     monkeypatch.setattr(by_layer, "STACKED", 2 * size + more)
-    parts = [part for part in parts_of(symmetry) if part.groups]
+    parts = with_groups(parts_of(symmetry))
     assert [len({group.layer for group in part.groups}) for part in parts] == stacked
 
 
@@ -226,22 +207,21 @@ def test_small_layers_are_stacked(more: int, stacked: Any, monkeypatch: Any) -> 
 def test_a_mean_folded_by_layer_is_that_of_a_round(where: str) -> None:
     """With the running mean as anchor, which lies on the device already."""
     symmetry = symmetry_for("llama")
-    broadcast, first = models()
-    second, third = (
-        {name: by * tensor for name, tensor in first.items()} for by in (0.9, 1.1)
-    )
-    clients = [(first, 3.0), (second, 1.0), (third, 2.0)]
+    broadcast, client = beside("llama", 0.5)
+    clients = [
+        ({name: share * tensor for name, tensor in client.items()}, weight)
+        for share, weight in ((1.0, 3.0), (0.9, 1.0), (1.1, 2.0))
+    ]
     wanted = Mean()
     mean = Mean()
-    for result in fedrot.align_round(clients, broadcast, symmetry):
+    for result in align_round(clients, broadcast, symmetry):
         wanted.add(result.tensors, result.weight)
+    how = (symmetry, None, PLACES[where])
     with Pretend() as device:
         for client, weight in clients:
             anchor = mean.current or broadcast
             device.uploads = 0
-            report = fold_by_layer(
-                mean, client, weight, anchor, symmetry, None, PLACES[where]
-            )
+            report = fold_by_layer(mean, client, weight, anchor, *how)
             assert report.after <= report.before
             if where == "device" and anchor is not broadcast:
                 # One packet for each part of the client; of the anchor nothing.
@@ -260,59 +240,54 @@ def test_statistics_of_what_moves_move_with_it_whatever_comes_beside_them(
     sends stays.
     """
     symmetry = symmetry_for("llama")
-    anchor, client = models()
+    anchor, client = beside("llama", 0.5)
     neurons, labels = "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
     (group,) = symmetry.select(("ffn",), (0,))
-    order = torch.arange(group.action.units).roll(1) + 1
-    moved = single(apply_moves(client, [Move(group, order)]))
-    trained = torch.arange(group.action.units) < 3
+    units = torch.arange(group.action.units)
+    moved = cast(apply_moves(client, [Move(group, units.roll(1) + 1)]), torch.float32)
+    trained = units < 3
     statistics = {
         "trained": {neurons: trained},
         "fisher": {labels: torch.ones(symmetry.shapes[labels])},
     }
-    alignment = fedrot.align(moved, anchor, symmetry)
+    alignment = align(moved, anchor, symmetry)
     wanted = Mean()
     mean = Mean()
     wanted.add(anchor, 1.0)
     wanted.add(alignment.apply(moved), 3.0, alignment.transport(statistics))
+    how = (anchor, symmetry, None, PLACES[where])
     with Pretend():
-        fold_by_layer(mean, anchor, 1.0, anchor, symmetry, None, PLACES[where])
-        fold_by_layer(
-            mean, moved, 3.0, anchor, symmetry, None, PLACES[where], statistics
-        )
+        fold_by_layer(mean, anchor, 1.0, *how)
+        fold_by_layer(mean, moved, 3.0, *how, statistics)
         found = mean.result("cpu")
     assert largest_difference(found, wanted.result()) <= 1e-6
     # Without the move, other rows would be the anchor's.
     kept = (found[neurons] == anchor[neurons]).all(1)
-    assert int(kept.sum()) == group.action.units - 3
+    assert int(kept.sum()) == len(units) - 3
     assert not torch.equal(kept, ~trained)
 
 
 @pytest.mark.parametrize("which", ["update", "anchor"])
 def test_a_wrong_last_tensor_is_refused_before_the_first_part(which: str) -> None:
-    symmetry, (anchor, client) = symmetry_for("llama"), models()
-    given = {"update": client, "anchor": anchor}
+    anchor, client = beside("llama", 0.5)
+    states = {"update": client, "anchor": anchor}
     name = next(reversed(client))
-    given[which] = {**given[which], name: given[which][name][:-1]}
-    with pytest.raises(fedrot.UpdateError, match=name):
-        next(align_by_layer(given["update"], given["anchor"], symmetry))
+    states[which][name] = states[which][name][:-1]
+    with pytest.raises(UpdateError, match=name):
+        next(align_by_layer(**states, symmetry=symmetry_for("llama")))
 
 
 @cache
-def llama(layers: int) -> fedrot.Symmetry:
+def llama(layers: int) -> Symmetry:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": NEURONS}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(num_hidden_layers=layers, **sizes, **heads)
     with torch.device("meta"):
-        return fedrot.symmetry_of(
-            config, transformers.LlamaForCausalLM(config).state_dict()
-        )
+        return symmetry_of(config, transformers.LlamaForCausalLM(config).state_dict())
 
 
-def random(
-    symmetry: fedrot.Symmetry, seed: int, dtype: torch.dtype = torch.bfloat16
-) -> State:
-    generator = torch.Generator().manual_seed(seed)
+def random(symmetry: Symmetry, seed: int, dtype: Any = torch.bfloat16) -> State:
+    generator = seeded(seed)
     return {
         name: (torch.randn(shape, generator=generator) / 8).to(dtype)
         for name, shape in symmetry.shapes.items()
@@ -340,18 +315,17 @@ def test_the_device_holds_two_layers_and_the_mean(drift: float) -> None:
             for _ in range(2):
                 device.peak = 0
                 fold_by_layer(mean, client, 1.0, anchor, symmetry, None, DEVICE)
-            accumulator = 4 * sum(tensor.numel() for tensor in client.values())
+            accumulator = 4 * sum(map(math.prod, symmetry.shapes.values()))
             assert device.held == accumulator
             held[layers] = device.peak - accumulator
             assert device.unrecorded == 0
-    layer = 2 * max(size_of(part) for part in parts_of(symmetry) if part.groups)
+    layer = 2 * max(sizes_of(with_groups(parts_of(symmetry))))
     # Of every layer there stay some numbers for each neuron, which other clients need
     # again.
     noted = 4 * 8 * NEURONS
     assert held[4] <= held[2] + 2 * noted
-    assert held[2] <= held[1] + 2 * layer + noted, (
-        "more than an update and an anchor on their way"
-    )
+    most = held[1] + 2 * layer + noted
+    assert held[2] <= most, "more than an update and an anchor on their way"
     assert held[1] <= HELD * layer
 
 
@@ -379,13 +353,11 @@ def test_pinned_memory_is_not_filled_again_before_it_was_sent(
     monkeypatch.setattr(by_layer, "ThreadPoolExecutor", AtOnce)
     symmetry = llama(5)
     anchor, client = (random(symmetry, seed, dtype) for seed in (0, 1))
+    moved = {}
     with Pretend():
-        moved = {
-            name: tensor.cpu()
-            for part in align_by_layer(client, anchor, symmetry, EAGER, DEVICE)
-            for name, tensor in part.tensors.items()
-        }
-    wanted = fedrot.align(client, anchor, symmetry, EAGER).apply(client)
+        for part in align_by_layer(client, anchor, symmetry, EAGER, DEVICE):
+            moved |= {name: tensor.cpu() for name, tensor in part.tensors.items()}
+    wanted = align_tensors(client, anchor, symmetry, EAGER)
     assert {tensor.dtype for tensor in moved.values()} == {dtype}
     assert largest_difference(moved, wanted) <= torch.finfo(dtype).eps
 
@@ -405,10 +377,10 @@ def test_leaving_early_ends_the_copies() -> None:
 
 def test_a_device_that_does_not_exist_is_refused() -> None:
     assert checked_device("cpu") == CPU
-    with pytest.raises(fedrot.FedrotError, match="'nowhere'"):
+    with pytest.raises(FedrotError, match="'nowhere'"):
         checked_device("nowhere")
     if not torch.cuda.is_available():
-        with pytest.raises(fedrot.FedrotError, match="'cuda'"):
+        with pytest.raises(FedrotError, match="'cuda'"):
             checked_device("cuda")
     with Pretend():
         assert checked_device("cuda") == torch.device("cuda")

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-import fedrot
+from fedrot import (
+    WHOLE_MODEL,
+    AlignmentOptions,
+    FedrotError,
+    SymmetryError,
+    UpdateError,
+    align,
+    diagnose,
+    random_equivalent,
+)
 from fedrot.alignment.anchors import SAME_BASIS
 from fedrot.alignment.diagnosis import (
     ALIGNED,
@@ -25,7 +34,16 @@ from fedrot.alignment.diagnosis import (
     evidence,
     summed,
 )
-from tests.models import LAYERS, State, near, squared_distance, state_of, symmetry_for
+from tests.models import (
+    LAYERS,
+    Parts,
+    Settings,
+    State,
+    near,
+    squared_distance,
+    state_of,
+    symmetry_for,
+)
 
 NAME = "bert-classifier"
 BASE = state_of(NAME)
@@ -38,17 +56,15 @@ def trained(base: State, count: int = 3) -> list[State]:
 
 
 def turned(
-    base: State, parts: tuple[str, ...] = ("attention", "ffn"), count: int = 3
+    base: State, parts: Parts = ("attention", "ffn"), count: int = 3
 ) -> list[State]:
     """Models near the base that were moved to random equivalent ones."""
     updates = trained(base, count)
-    return [
-        fedrot.random_equivalent(u, SYMMETRY, i, parts) for i, u in enumerate(updates)
-    ]
+    return [random_equivalent(u, SYMMETRY, i, parts) for i, u in enumerate(updates)]
 
 
 def diagnosis(base: State, updates: list[State]) -> Diagnosis:
-    return fedrot.diagnose(base, updates, SYMMETRY)
+    return diagnose(base, updates, SYMMETRY)
 
 
 def line(
@@ -111,7 +127,7 @@ def test_towards_the_base_gain_a_first_client_and_clients_that_agree() -> None:
     first = [*turned(BASE, count=1), *trained(BASE)[1:]]
     # All clients moved by one element: their mean needs no alignment, but the base's
     # coordinates do.
-    same = [fedrot.random_equivalent(update, SYMMETRY, 7) for update in trained(BASE)]
+    same = [random_equivalent(update, SYMMETRY, 7) for update in trained(BASE)]
     for updates, beyond in ((first, 3 * LAYERS), (same, 9 * LAYERS)):
         found = diagnosis(BASE, updates)
         assert found.choice == ALIGNED
@@ -120,7 +136,7 @@ def test_towards_the_base_gain_a_first_client_and_clients_that_agree() -> None:
 
 
 def test_an_update_from_another_basis_is_matched_as_a_whole() -> None:
-    (moved,) = turned(BASE, fedrot.WHOLE_MODEL, count=1)
+    (moved,) = turned(BASE, WHOLE_MODEL, count=1)
     found = diagnosis(BASE, [*trained(BASE, 2), moved])
     assert found.choice == WHOLE
     assert [cosine < SAME_BASIS for cosine in found.cosines] == [False, False, True]
@@ -128,7 +144,7 @@ def test_an_update_from_another_basis_is_matched_as_a_whole() -> None:
     together = summed(found.whole, TOGETHER)
     assert together.share > 0.9
     assert together.ratio > 2
-    assert {each.part for each in found.whole} == {*fedrot.WHOLE_MODEL, TOGETHER}
+    assert {each.part for each in found.whole} == {*WHOLE_MODEL, TOGETHER}
     assert {each.layer for each in found.whole} == {None, *range(LAYERS)}
     assert str(found).startswith("1 of 3 updates come from another basis than the base")
     assert f"removes {100 * together.share:.1f} % of the distance, chance " in str(
@@ -200,10 +216,8 @@ def test_the_sentence_shows_the_evidence_that_decides() -> None:
 # Rows of a run
 
 
-def rows_of(update: State, client: int, **options: Any) -> list[dict[str, Any]]:
-    report = fedrot.align(
-        update, BASE, SYMMETRY, fedrot.AlignmentOptions(**options)
-    ).report
+def rows_of(update: State, client: int, **options: Any) -> list[Settings]:
+    report = align(update, BASE, SYMMETRY, AlignmentOptions(**options)).report
     return [{"round": 1, "client": client, **row} for row in report.rows()]
 
 
@@ -213,7 +227,7 @@ def test_rows_of_a_run_give_the_same_evidence() -> None:
     found = diagnosis_of(rows)
     assert found.clients == evidence(rows) == diagnosis(BASE, [update]).base
     assert found.choice == ALIGNED
-    whole = rows_of(state_of(NAME, 3), 3, parts=fedrot.WHOLE_MODEL)
+    whole = rows_of(state_of(NAME, 3), 3, parts=WHOLE_MODEL)
     near_by = rows_of(trained(BASE, 1)[0], 4)
     found = diagnosis_of([*whole, *near_by])
     assert found.choice == WHOLE
@@ -232,12 +246,12 @@ def test_a_run_that_moves_everything_is_not_taken_for_evidence() -> None:
 
 
 def test_what_cannot_be_diagnosed_is_refused() -> None:
-    with pytest.raises(fedrot.FedrotError, match="no updates to diagnose"):
+    with pytest.raises(FedrotError, match="no updates to diagnose"):
         diagnosis(BASE, [])
-    with pytest.raises(fedrot.UpdateError, match="missing"):
+    with pytest.raises(UpdateError, match="missing"):
         diagnosis(BASE, [state_of("distilbert-mlm")])
-    with pytest.raises(fedrot.UpdateError, match="has shape"):
+    with pytest.raises(UpdateError, match="has shape"):
         diagnosis({**BASE, "classifier.weight": torch.zeros(2, 2)}, [BASE])
     fixed = replace(SYMMETRY, refused={"residual": "fixed positions"})
-    with pytest.raises(fedrot.SymmetryError, match=r"'residual'.*fixed positions"):
-        fedrot.diagnose(BASE, [state_of(NAME, 2)], fixed)
+    with pytest.raises(SymmetryError, match=r"'residual'.*fixed positions"):
+        diagnose(BASE, [state_of(NAME, 2)], fixed)

@@ -9,15 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-import fedrot
+from fedrot import (
+    WHOLE_MODEL,
+    Activations,
+    AlignmentOptions,
+    Anchor,
+    align,
+    collect_activations,
+    random_equivalent,
+    random_inputs,
+)
 from fedrot.collect.activations import RESIDUAL_SITES, _run, _sites
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.matching.problem import Problem
+from fedrot.symmetry.groups import apply_moves
 from tests import families
 from tests.fedrot.collect.tiny import batch_of, rows_of
-from tests.fedrot.oracles import Array, random_moves
+from tests.fedrot.oracles import Array, eye, gap, random_moves
+from tests.fedrot.pairs import only
 from tests.models import (
     CASES,
     DIM,
@@ -26,18 +36,20 @@ from tests.models import (
     HEADS,
     LAYERS,
     State,
+    align_tensors,
     config_of,
     fresh_model,
     largest_difference,
     near,
+    same,
     squared_distance,
     state_of,
     symmetry_for,
+    tensors_of,
 )
 
-WHOLE = fedrot.WHOLE_MODEL
 BERT = "bert-classifier"
-Batch = dict[str, Tensor]
+Batch = State
 
 
 def loaded(name: str, state: State) -> Any:
@@ -52,9 +64,7 @@ def pair_of(name: str) -> tuple[Any, Any]:
 
 def tokens(name: str, rows: int = 64) -> list[Batch]:
     """Return random tokens, in the shape that the case's task head takes them in."""
-    batches = fedrot.random_inputs(
-        config_of(name).to_dict(), rows, batch_size=rows // 2
-    )
+    batches = random_inputs(config_of(name).to_dict(), rows, batch_size=rows // 2)
     if name.endswith("-choice"):
         return [
             {key: value[:, None] for key, value in batch.items()} for batch in batches
@@ -98,31 +108,32 @@ def test_moments_of_heads_and_units_are_those_of_the_oracle(
     batches = PADDED + tokens(name, 8)
     models = pair_of(name)
     rows = [rows_of(model, batches) for model in models]
-    options = {"heads": how, "units": how}
-    found = fedrot.collect_activations(
-        *models, batches, symmetry_for(name), "identity", **options
-    )
+    found = collect_activations(
+        *models, batches, symmetry_for(name), "identity", heads=how, units=how
+    ).matrices
     prefix = names.stack.split(".", 1)[1]
-    sites = {"pooler": [("classifier", False)]} if name == BERT else {}
+    sites = {}
     for layer in range(LAYERS):
-        sites[f"{prefix}.{layer}.qk"] = [
-            (names.of(layer, m), True) for m in ("query", "key")
-        ]
-        sites[f"{prefix}.{layer}.vo"] = [(names.of(layer, "output"), False)]
-        sites[f"{prefix}.{layer}.ffn"] = [(names.of(layer, "down"), False)]
+        query, key, output, down = (
+            names.of(layer, module) for module in ("query", "key", "output", "down")
+        )
+        sites[f"{prefix}.{layer}.qk"] = [(query, True), (key, True)]
+        sites[f"{prefix}.{layer}.vo"] = [(output, False)]
+        sites[f"{prefix}.{layer}.ffn"] = [(down, False)]
+    # Scales and orders of heads move with the heads' own moments.
+    assert {key for key in found if prefix in key} == sites.keys()
+    if name == BERT:
+        sites["pooler"] = [("classifier", False)]
     for group, where in sites.items():
         each = [
             MOMENTS[how](*(r[module][output].numpy() for r in rows))
             for module, output in where
         ]
-        matrix = found.matrices[group]
-        assert matrix.dtype == torch.float64
+        assert found[group].dtype == torch.float64
         # Sums in float32 lose more of units that hardly vary, as those of a saturated
         # pooler.
         tolerance = 1e-4 if group == "pooler" else 1e-5
-        assert np.abs(matrix.numpy() - np.mean(each, axis=0)).max() <= tolerance
-    # Scales and orders of heads move with the heads' own moments.
-    assert {key for key in found.matrices if prefix in key} == sites.keys() - {"pooler"}
+        assert np.abs(found[group].numpy() - np.mean(each, axis=0)).max() <= tolerance
 
 
 @pytest.mark.parametrize("residual", RESIDUAL_SITES)
@@ -132,24 +143,21 @@ def test_the_residual_stream_is_seen_where_it_was_asked_for(
 ) -> None:
     """Queries, keys and values read one tensor, which counts once."""
     models = pair_of(name)
-    names = CASES[name].names
-    found = fedrot.collect_activations(*models, PADDED, symmetry_for(name), residual)
-    if residual == "identity":
-        assert "residual" not in found.matrices
-        return
-    heads = {
-        BERT: ["bert.pooler.dense"],
-        "distilbert-mlm": ["vocab_transform", "vocab_projector"],
-    }
-    readers = [
-        names.of(layer, m) for layer in range(LAYERS) for m in ("query", "up")
-    ] + heads[name]
-    chosen = {"first": readers[:1], "last": readers[-1:], "all": readers}[residual]
-    rows = [rows_of(model, PADDED) for model in models]
-    each = [correlation(*(r[reader][0].numpy() for r in rows)) for reader in chosen]
-    assert (
-        np.abs(found.matrices["residual"].numpy() - np.mean(each, axis=0)).max() <= 1e-5
-    )
+    symmetry = symmetry_for(name)
+    found = collect_activations(*models, PADDED, symmetry, residual).matrices
+    of = CASES[name].names.of
+    readers = [of(layer, m) for layer in range(LAYERS) for m in ("query", "up")]
+    readers += HEADS_OF[name]
+    chosen = {"first": readers[:1], "last": readers[-1:], "all": readers}
+    assert ("residual" in found) == (residual in chosen)
+    if residual in chosen:
+        rows = [rows_of(model, PADDED) for model in models]
+        each = [
+            correlation(*(r[reader][0].numpy() for r in rows))
+            for reader in chosen[residual]
+        ]
+        expected = np.mean(each, axis=0)
+        assert np.abs(found["residual"].numpy() - expected).max() <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["albert", "deberta-v3"])
@@ -158,15 +166,9 @@ def test_activations_of_every_call_count(name: str) -> None:
     too.
     """
     model = families.model_of(name)
-    symmetry = families.symmetry_for(name)
     batch = batch_of(4, 3, 7, 3, families.VOCABULARY)
-    sites = [
-        s
-        for group in symmetry.groups
-        if group.part == "attention"
-        for s in _sites(group, model)
-    ]
-    outputs = [site for site in sites if site.output]
+    groups = families.symmetry_for(name).select(("attention",))
+    outputs = [site for g in groups for site in _sites(g, model) if site.output]
     found = _run(model, outputs, batch)
     rows = rows_of(model, [batch])
     assert outputs
@@ -202,7 +204,7 @@ def test_what_gives_no_activations_is_refused(given: Any, message: str) -> None:
         "symmetry": symmetry_for(BERT),
     }
     with pytest.raises(FedrotError, match=message):
-        fedrot.collect_activations(**{**usual, **given})
+        collect_activations(**{**usual, **given})
 
 
 @pytest.mark.parametrize(("place", "which"), [(0, "anchor"), (1, "client")])
@@ -213,7 +215,7 @@ def test_activations_that_overflow_are_refused(place: int, which: str) -> None:
     with pytest.raises(
         UpdateError, match=f"The {which}'s activations of '.*ffn' are not finite"
     ):
-        fedrot.collect_activations(*models, PADDED, symmetry_for(BERT))
+        collect_activations(*models, PADDED, symmetry_for(BERT))
 
 
 def test_a_rotated_stream_needs_canonical_tensors() -> None:
@@ -221,19 +223,15 @@ def test_a_rotated_stream_needs_canonical_tensors() -> None:
     model = families.model_of(name)
     symmetry = families.symmetry_for(name)
     with pytest.raises(UpdateError, match="gain other than 1"):
-        fedrot.collect_activations(
-            model, model, [families.inputs(name)], symmetry.rotated
-        )
+        collect_activations(model, model, [families.inputs(name)], symmetry.rotated)
 
 
 # Matching by activations
 
 
-def seen_of(
-    name: str, anchor: State, client: State, rows: int = 256
-) -> fedrot.Activations:
+def seen_of(name: str, anchor: State, client: State, rows: int = 256) -> Activations:
     models = (loaded(name, state) for state in (anchor, client))
-    return fedrot.collect_activations(*models, tokens(name, rows), symmetry_for(name))
+    return collect_activations(*models, tokens(name, rows), symmetry_for(name))
 
 
 @pytest.mark.parametrize("weight", [0.5, 1.0])
@@ -254,12 +252,10 @@ def test_activations_bring_a_random_element_back(name: str, weight: float) -> No
     if "pre_classifier.bias" in state:
         # A dead ReLU says nothing about its place.
         state["pre_classifier.bias"] += 4
-    moved = fedrot.random_equivalent(state, symmetry, 3, WHOLE)
-    options = fedrot.AlignmentOptions(parts=WHOLE, activation_weight=weight)
+    moved = random_equivalent(state, symmetry, 3, WHOLE_MODEL)
+    options = AlignmentOptions(WHOLE_MODEL, activation_weight=weight)
     client = moved if weight < 1 else state_of(name, 9)
-    alignment = fedrot.align(
-        client, state, symmetry, options, seen_of(name, state, moved)
-    )
+    alignment = align(client, state, symmetry, options, seen_of(name, state, moved))
     # Rotations are fitted to sums in float32; one unit out of place would be off by 0.1
     # and more.
     assert largest_difference(alignment.apply(moved), state) <= 1e-4
@@ -275,22 +271,16 @@ def test_activations_count_in_proportion_to_the_weights(
     """
     state, client, symmetry = state_of(BERT), state_of(BERT, 9), symmetry_for(BERT)
     group = symmetry.select(("attention",))[0]
-    size = HEADS * DIM
-    seen = fedrot.Activations(
-        {group.name: torch.eye(size, dtype=torch.float64)}, {group.name: ""}
-    )
-    options = fedrot.AlignmentOptions(activation_weight=weight)
-    problem = Problem(fedrot.Anchor(state), client, symmetry, options, seen)
+    unit = eye(HEADS * DIM)
+    seen = Activations({group.name: unit}, {group.name: ""})
+    options = AlignmentOptions(activation_weight=weight)
+    problem = Problem(Anchor(state), client, symmetry, options, seen)
     factor, addition = problem.evidence(group, problem.pairs(group))
-    norms = [
-        sum(float(model[slot.tensor].square().sum()) for slot in group.slots) ** 0.5
-        for model in (state, client)
-    ]
+    blocks = {slot.tensor: torch.zeros(()) for slot in group.slots}
+    norms = [squared_distance(blocks, model) ** 0.5 for model in (state, client)]
     assert factor == 1
     assert addition is not None
-    assert torch.allclose(
-        addition, times * norms[0] * norms[1] * seen.matrices[group.name]
-    )
+    assert torch.allclose(addition, times * norms[0] * norms[1] * unit)
 
 
 @pytest.mark.parametrize("weight", [0.5, 1.0])
@@ -301,43 +291,40 @@ def test_rotations_found_with_activations_report_the_weights_distance(
     anchor's weights.
     """
     state, client, symmetry = state_of(BERT), state_of(BERT, 9), symmetry_for(BERT)
-    options = fedrot.AlignmentOptions(parts=("attention",), activation_weight=weight)
-    alignment = fedrot.align(
-        client, state, symmetry, options, seen_of(BERT, state, client)
-    )
+    options = AlignmentOptions(parts=("attention",), activation_weight=weight)
+    alignment = align(client, state, symmetry, options, seen_of(BERT, state, client))
     aligned = alignment.apply(client)
-    found = {row.group: (row.before, row.after) for row in alignment.report.groups}
-    assert len(found) == 4
-    for group in symmetry.select(("attention",)):
-        tensors = [slot.tensor for slot in group.slots]
+    groups = symmetry.select(options.parts)
+    assert len(groups) == 4
+    for group, row in zip(groups, alignment.report.groups, strict=True):
         before, after = (
-            squared_distance({n: model[n] for n in tensors}, state)
+            squared_distance(only(model, tensors_of([group])), state)
             for model in (client, aligned)
         )
-        assert found[group.name] == pytest.approx((before, after), rel=1e-9)
+        assert (row.before, row.after) == pytest.approx((before, after), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_a_weight_of_zero_is_no_activations_at_all(name: str) -> None:
     anchor, update, symmetry = state_of(name), state_of(name, 5), symmetry_for(name)
     seen = seen_of(name, anchor, update, 64)
-    options = fedrot.AlignmentOptions(parts=EVERYTHING, activation_weight=0, chance=0)
-    one = fedrot.align(update, anchor, symmetry, options, seen)
-    two = fedrot.align(update, anchor, symmetry, options)
-    for ours, theirs in zip(one.moves, two.moves, strict=True):
-        assert ours.group == theirs.group
-        assert torch.equal(ours.element, theirs.element)
-    assert one.report.rows() == two.report.rows()
-    mixed = fedrot.AlignmentOptions(parts=WHOLE, activation_weight=0.5)
-    other = fedrot.align(update, anchor, symmetry, mixed, seen).apply(update)
-    alone = fedrot.align(update, anchor, symmetry, mixed).apply(update)
+    options = AlignmentOptions(activation_weight=0, parts=EVERYTHING, chance=0)
+    with_them, without = (
+        align(update, anchor, symmetry, options, *each) for each in ([seen], [])
+    )
+    assert with_them.report.rows() == without.report.rows()
+    assert same(with_them.apply(update), without.apply(update))
+    options = AlignmentOptions(WHOLE_MODEL, activation_weight=0.5)
+    other, alone = (
+        align_tensors(update, anchor, symmetry, options, *each) for each in ([seen], [])
+    )
     assert largest_difference(other, alone) > 0.1
 
 
 @pytest.mark.parametrize(
     ("name", "heads", "parts"),
     [
-        (BERT, "covariance", WHOLE),
+        (BERT, "covariance", WHOLE_MODEL),
         ("distilbert-mlm", "covariance", ("attention",)),
         ("distilbert-mlm", "correlation", ("heads",)),
         (BERT, "correlation", ("output", "residual", "ffn")),
@@ -348,19 +335,23 @@ def test_moments_move_with_the_client(name: str, heads: Any, parts: Any) -> None
     symmetry = symmetry_for(name)
     anchor, client = pair_of(name)
     moves = random_moves(symmetry, 5, parts)
-    alignment = fedrot.Alignment(symmetry, moves, fedrot.AlignmentReport((), 0, 0, 0))
+    other = loaded(name, apply_moves(client.state_dict(), moves))
     seen, expected = (
-        fedrot.collect_activations(
-            anchor, model, tokens(name, 128), symmetry, heads=heads
-        )
-        for model in (client, loaded(name, alignment.apply(client.state_dict())))
+        collect_activations(anchor, model, tokens(name, 128), symmetry, heads=heads)
+        for model in (client, other)
     )
     moved = seen.moved(moves)
     back = moved.moved([move.inverse for move in reversed(moves)])
     assert largest_difference(back.matrices, seen.matrices) <= 1e-12
     assert largest_difference(moved.matrices, expected.matrices) <= 1e-5
     names = {move.group.name for move in moves}
-    changed = {key for key in expected.matrices if names & {key, expected.within[key]}}
-    assert changed
-    for key in changed:
-        assert (seen.matrices[key] - expected.matrices[key]).abs().max() > 1e-3, key
+    touched = {key for key in expected.matrices if names & {key, expected.within[key]}}
+    assert touched
+    for key in touched:
+        assert gap(seen.matrices[key], expected.matrices[key]) > 1e-3, key
+
+
+HEADS_OF = {
+    BERT: ["bert.pooler.dense"],
+    "distilbert-mlm": ["vocab_transform", "vocab_projector"],
+}

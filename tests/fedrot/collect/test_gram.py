@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-import fedrot
+from fedrot import FedrotError, collect_fisher, collect_gram
 from tests import families
 from tests.families import model_of
 from tests.fedrot.collect.tiny import (
@@ -25,7 +25,7 @@ from tests.fedrot.collect.tiny import (
     tiny_classifier,
 )
 from tests.fedrot.oracles import seeded
-from tests.models import CASES, fresh_model, inputs, randomise
+from tests.models import CASES, State, fresh_model, inputs, randomise
 
 #: The mask of the tokens that a module, by name, reads from a batch; None if all count.
 MaskOf = Callable[[str, Mapping[str, Any]], Tensor | None]
@@ -61,7 +61,7 @@ def check(model: nn.Module, batches: Sequence[Any], mask_of: MaskOf = of_text) -
     """Compare the statistics of every linear layer that shares no weight, and return
     them.
     """
-    found = fedrot.collect_gram(model, batches)
+    found = collect_gram(model, batches)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     seen = {}
     for name, (rows, _) in rows_of(model, batches, mask_of).items():
@@ -129,7 +129,7 @@ def test_statistics_of_other_models_are_sums_over_tokens(name: str) -> None:
     check(build(), [batch()])
 
 
-def two_texts(length: int, masked: bool = True) -> dict[str, Tensor]:
+def two_texts(length: int, masked: bool = True) -> State:
     """Return a text of 6 tokens and what the decoder reads, both padded."""
     text = few_words(2, 3, 6, 3)
     answer = few_words(3, 3, length, 1)
@@ -164,7 +164,7 @@ def test_a_decoder_reads_the_text_through_a_projection_too() -> None:
         bert(hidden_size=16, **sizes), bert(hidden_size=24, **sizes)
     )
     model = randomise(transformers.EncoderDecoderModel(config))
-    found = fedrot.collect_gram(model, [two_texts(6)])["gram"]
+    found = collect_gram(model, [two_texts(6)])["gram"]
     expected = rows_of(model, [two_texts(6)])
     for name in (
         "enc_to_dec_proj",
@@ -202,7 +202,7 @@ def test_labels_become_a_decoders_inputs_only_if_it_has_none(
     given = few_words(2, 2, 6, 3)
     labels = torch.tensor([[5, 9, 7, 1], [8, 6, -100, -100]])
     ids = model.prepare_decoder_input_ids_from_labels(labels=labels)
-    collectors = [fedrot.collect_gram]
+    collectors = [collect_gram]
     if embedded:
         given["decoder_inputs_embeds"] = model.get_input_embeddings()(ids).detach()
         full = given
@@ -212,7 +212,7 @@ def test_labels_become_a_decoders_inputs_only_if_it_has_none(
             "decoder_attention_mask": (labels != -100).long(),
         }
         full = {**given, **shown, "labels": labels}
-        collectors.append(partial(fedrot.collect_fisher, labels="data"))
+        collectors.append(partial(collect_fisher, labels="data"))
     for collect in collectors:
         found, expected = (
             collect(model, [batch]) for batch in ({**given, "labels": labels}, full)
@@ -285,15 +285,15 @@ def test_inputs_that_are_shared_in_the_first_batch_and_not_later_are_refused(
     second: str,
 ) -> None:
     with pytest.raises(
-        fedrot.FedrotError, match=r"right\.weight.*left\.weight.*in some batches only"
+        FedrotError, match=r"right\.weight.*left\.weight.*in some batches only"
     ):
-        fedrot.collect_gram(Paths(), ways("", second))
+        collect_gram(Paths(), ways("", second))
 
 
 def test_no_token_to_read_gives_zeros() -> None:
     batch = batch_of(1)
     batch["attention_mask"] = torch.zeros_like(batch["attention_mask"])
-    found = fedrot.collect_gram(fresh_model("bert-classifier"), [batch])["gram"]
+    found = collect_gram(fresh_model("bert-classifier"), [batch])["gram"]
     assert not found[f"{CASES['bert-classifier'].names.of(0, 'query')}.weight"].any()
 
 
@@ -306,9 +306,9 @@ def test_no_more_batches_are_read_than_asked_for(most: int) -> None:
             taken.append(batch)
             yield batch
 
-    found = fedrot.collect_gram(Paths(), batches(), max_batches=most)["gram"]
+    found = collect_gram(Paths(), batches(), max_batches=most)["gram"]
     assert len(taken) == most
-    expected = fedrot.collect_gram(Paths(), ways("", "", "")[:most])["gram"]
+    expected = collect_gram(Paths(), ways("", "", "")[:most])["gram"]
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
@@ -318,5 +318,5 @@ def test_no_more_batches_are_read_than_asked_for(most: int) -> None:
 )
 def test_nothing_to_read_is_refused(model: Any, batches: Any, most: Any) -> None:
     given = [{"input": torch.ones(1, 2)}] if batches == [{}] else batches
-    with pytest.raises(fedrot.FedrotError, match=r"batch.*Linear"):
-        fedrot.collect_gram(model(), given, max_batches=most)
+    with pytest.raises(FedrotError, match=r"batch.*Linear"):
+        collect_gram(model(), given, max_batches=most)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import fedrot
+from fedrot import SymmetryError, random_inputs
 from fedrot.check import output_change
 from fedrot.collect.random_inputs import reads_text
 from fedrot.symmetry.groups import Symmetry
 from tests.families import MEMBERS, VOCABULARY
-from tests.models import randomise
+from tests.models import Settings, State, randomise
 
 _TEXT = {
     "vocab_size": VOCABULARY,
@@ -65,8 +65,8 @@ def built(name: str) -> Any:
     return randomise(replace(member, settings=settings).build("eager").double()).eval()
 
 
-def batch_for(model: Any, rows: int = 4, **options: Any) -> dict[str, torch.Tensor]:
-    return next(fedrot.random_inputs(model.config.to_dict(), rows, **options))
+def batch_for(model: Any, rows: int = 4, **options: Any) -> State:
+    return next(random_inputs(model.config.to_dict(), rows, **options))
 
 
 @pytest.mark.parametrize("name", [*IMAGES, "gpt2-classifier, unpadded"])
@@ -79,7 +79,7 @@ def test_models_of_images_and_of_one_row_run_on_what_is_drawn_for_them(
     assert reads_text(model.config.to_dict()) == (name in READS_TEXT)
 
 
-def answer(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def answer(model: Any, batch: State) -> torch.Tensor:
     """Return all that the model computes, one row per input."""
     with torch.no_grad():
         out = model(**batch, return_dict=True)
@@ -113,7 +113,7 @@ def test_texts_end_where_the_model_looks(name: str) -> None:
     settings = built(name).config.to_dict()
     text = settings.get("text_config") or settings
     end = LAST if name == "clip, first" else text["eos_token_id"]
-    batches = list(fedrot.random_inputs(settings, 256))
+    batches = list(random_inputs(settings, 256))
     assert sum(len(batch["input_ids"]) for batch in batches) == 256
     for batch in batches:
         ids = batch["input_ids"]
@@ -133,10 +133,8 @@ def test_texts_end_where_the_model_looks(name: str) -> None:
             assert not torch.equal(batch["decoder_input_ids"], ids)
 
 
-def drawn(
-    settings: dict[str, Any], *given: Any, **options: Any
-) -> list[dict[str, torch.Tensor]]:
-    return list(fedrot.random_inputs(settings, *given, **options))
+def drawn(settings: Settings, *given: Any, **options: Any) -> list[State]:
+    return list(random_inputs(settings, *given, **options))
 
 
 def test_images_are_standard_normal() -> None:
@@ -149,11 +147,11 @@ def test_images_are_standard_normal() -> None:
 
 
 def test_the_same_seed_gives_the_same_inputs() -> None:
-    one, same, other = (
+    one, again, other = (
         drawn({"vocab_size": 11}, 10, batch_size=4, seed=seed) for seed in (1, 1, 2)
     )
     assert [len(batch["input_ids"]) for batch in one] == [4, 4, 2]
-    for left, right in zip(one, same, strict=True):
+    for left, right in zip(one, again, strict=True):
         assert torch.equal(left["input_ids"], right["input_ids"])
     assert not torch.equal(one[0]["input_ids"], other[0]["input_ids"])
 
@@ -243,5 +241,5 @@ def test_images_are_as_many_as_have_the_tokens_of_the_texts(
 def test_what_reads_neither_words_nor_images_is_refused(
     settings: Any,
 ) -> None:
-    with pytest.raises(fedrot.SymmetryError, match="'vocab_size' nor"):
+    with pytest.raises(SymmetryError, match="'vocab_size' nor"):
         drawn(settings)

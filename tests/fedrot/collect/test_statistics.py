@@ -7,7 +7,7 @@ family.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fedrot
+from fedrot import Alignment, AlignmentReport, FedrotError, collect_gram
 from fedrot.aggregation import Mean, check_statistics
 from fedrot.check import Float64
 from fedrot.collect.statistics import (
@@ -29,11 +29,18 @@ from fedrot.collect.statistics import (
 )
 from fedrot.errors import UpdateError
 from fedrot.symmetry.actions import HeadRotation
-from fedrot.symmetry.groups import Group, Move
 from fedrot.symmetry.rotary_actions import RotaryPhases
 from tests.families import KINDS, answers, inputs, model_of, state_of, symmetry_for
-from tests.fedrot.oracles import seeded
-from tests.models import EVERYTHING, State
+from tests.fedrot.oracles import gap, normal, random_moves, seeded
+from tests.models import (
+    State,
+    changed,
+    copied,
+    largest_difference,
+    movable,
+    same,
+    tensors_of,
+)
 
 OUT, IN = 3, 6
 EYE, ONES, BIAS = torch.eye(IN), torch.ones(OUT, IN), torch.ones(OUT)
@@ -168,25 +175,6 @@ def test_an_unknown_kind_is_refused_at_every_door() -> None:
             refuse()
 
 
-def test_kinds_are_collected_with_and_without_their_limit() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    batches = [{"input": torch.full((1, 2), float(i))} for i in range(102)]
-    for limited, count in ((True, 100), (False, 102)):
-        found = kind_named("gram").collected(model, batches, limited=limited)
-        expected = sum(i**2 for i in range(count)) / count
-        assert float(found["gram"]["0.weight"][0, 1]) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    "kind", [kind for kind, case in CASES.items() if not case.collected]
-)
-def test_kinds_that_are_not_computed_from_batches_say_so(kind: str) -> None:
-    with pytest.raises(
-        fedrot.FedrotError, match=f"'{kind}' cannot be computed from batches"
-    ):
-        kind_named(kind).collected(nn.Linear(2, 2), [])
-
-
 def test_matrices_of_either_orientation_count_as_one_kind() -> None:
     for sent, asked in product(INPUT_AXIS, repeat=2):
         assert brings({sent: {"w": EYE}}, asked)
@@ -198,59 +186,48 @@ def test_matrices_of_either_orientation_count_as_one_kind() -> None:
 # Moves
 
 
-def random_alignment(
-    name: str, wanted: Callable[[Group], bool] = lambda group: True
-) -> fedrot.Alignment:
-    """Return a random element of every group that is wanted."""
+def random_alignment(name: str, rotating: bool | None = None) -> Alignment:
+    """Return a random element of every group, or of those that rotate or do not."""
     symmetry = symmetry_for(name)
-    rng = seeded(1)
-    parts = tuple(part for part in EVERYTHING if part not in symmetry.refused)
-    chosen = [group for group in symmetry.select(parts) if wanted(group)]
-    moves = tuple(Move(group, group.action.random(rng)) for group in chosen)
-    return fedrot.Alignment(symmetry, moves, fedrot.AlignmentReport((), 0, 0, 0))
+    moves = [
+        move
+        for move in random_moves(symmetry, 1, movable(symmetry))
+        if rotating
+        in (None, isinstance(move.group.action, HeadRotation | RotaryPhases))
+    ]
+    return Alignment(symmetry, tuple(moves), AlignmentReport((), 0, 0, 0))
 
 
-def rotates(group: Group) -> bool:
-    return isinstance(group.action, (HeadRotation, RotaryPhases))
-
-
-def stays(group: Group) -> bool:
-    return not rotates(group)
-
-
-def grams_of(name: str, state: State) -> dict[str, dict[str, Tensor]]:
+def collected(name: str, state: State) -> dict[str, State]:
     with Float64():
-        return fedrot.collect_gram(model_of(name, state), [inputs(name)])
+        return collect_gram(model_of(name, state), [inputs(name)])
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_gram_matrices_follow_a_random_element_of_all_parts(name: str) -> None:
     state = state_of(name)
     alignment = random_alignment(name)
-    before, after = (grams_of(name, s) for s in (state, alignment.apply(state)))
-    kept = {
-        kind: {k: v.clone() for k, v in by_name.items()}
-        for kind, by_name in before.items()
-    }
+    before, after = (collected(name, s) for s in (state, alignment.apply(state)))
+    kept = {kind: copied(by_name) for kind, by_name in before.items()}
     moved = alignment.transport(before)
     assert moved.keys() == after.keys() == before.keys()
     for kind, expected in after.items():
+        assert same(before[kind], kept[kind])
         assert moved[kind].keys() == expected.keys()
         far = set()
         for key, value in expected.items():
             found = moved[kind][key]
-            old = before[kind][key]
             assert value.dtype == found.dtype == torch.float64
-            assert (found - value).abs().max() <= 1e-9 * value.abs().max(), key
-            assert torch.equal(old, kept[kind][key])
-            if (old - value).abs().max() > 1e-3 * old.abs().max():
+            assert gap(found, value) <= 1e-9 * value.abs().max(), key
+            old = before[kind][key]
+            if gap(old, value) > 1e-3 * old.abs().max():
                 far.add(key)
         read = {
             slot.tensor
             for move in alignment.moves
+            if move.group.action.moved(move.element).any()
             for slot in move.group.slots
             if slot.axis == INPUT_AXIS[kind]
-            and move.group.action.moved(move.element).any()
         }
         assert far == read & expected.keys()
     assert ("gram_conv1d" in after) == name.startswith("gpt2")
@@ -262,7 +239,7 @@ def squares_of(name: str, state: State) -> State:
     """
     model = model_of(name, state)
     out = answers(name, model)
-    target = torch.randn(out.shape, generator=seeded(2), dtype=torch.float64)
+    target = normal(seeded(2), out.shape)
     ((out - target).square() + 3 * out.sin()).sum().backward()
     named = model.named_parameters(remove_duplicate=False)
     return {key: p.grad.square() for key, p in named if p.grad is not None}
@@ -271,19 +248,17 @@ def squares_of(name: str, state: State) -> State:
 @pytest.mark.parametrize("name", KINDS)
 def test_squares_of_gradients_follow_what_does_not_rotate(name: str) -> None:
     state = state_of(name)
-    alignment = random_alignment(name, stays)
+    alignment = random_alignment(name, rotating=False)
     before, after = (squares_of(name, s) for s in (state, alignment.apply(state)))
     scale = max(float(value.max()) for value in after.values())
     moved = alignment.transport({"fisher": before})["fisher"]
-    assert moved.keys() == after.keys()
-    for key, value in after.items():
-        assert (moved[key] - value).abs().max() <= 1e-9 * scale, key
-    rotating = random_alignment(name, rotates)
-    with pytest.raises(fedrot.FedrotError, match="rotation"):
+    assert largest_difference(moved, after) <= 1e-9 * scale
+    rotating = random_alignment(name, rotating=True)
+    with pytest.raises(FedrotError, match="rotation"):
         rotating.transport({"fisher": before})
     # Tensors that are not rotated still travel, and are the same objects.
-    turned = {slot.tensor for move in rotating.moves for slot in move.group.slots}
-    others = {key: value for key, value in before.items() if key not in turned}
+    turned = tensors_of(move.group for move in rotating.moves)
+    others = {key: before[key] for key in before.keys() - turned}
     assert others
     found = rotating.transport({"fisher": others})["fisher"]
     assert all(found[key] is value for key, value in others.items())
@@ -294,88 +269,91 @@ def test_masks_follow_the_rows_they_mark(name: str) -> None:
     """Rows set to zero where nothing was trained are zero in the moved model where its
     mask says so.
     """
-    state, alignment, rng = state_of(name), random_alignment(name, stays), seeded(1)
-    state = {
-        key: value
-        for key, value in state.items()
-        if value.is_floating_point() and value.ndim
-    }
-    masks = {
-        key: torch.rand(len(value), generator=rng) < 0.5
-        if i % 5
-        else torch.tensor(bool(i % 2))
-        for i, (key, value) in enumerate(state.items())
-    }
-    marked = {
-        key: (1 + value.abs())
-        * masks[key].expand(len(value)).reshape(-1, *[1] * (value.ndim - 1))
-        for key, value in state.items()
-    }
-    after = alignment.apply({**state_of(name), **marked})
+    alignment = random_alignment(name, rotating=False)
+    marked = state_of(name)
+    rng = seeded(1)
+    masks = {}
+    for i, (key, value) in enumerate(marked.items()):
+        if value.is_floating_point() and value.ndim:
+            some = torch.rand(len(value), generator=rng) < 0.5
+            masks[key] = some if i % 5 else torch.tensor(bool(i % 2))
+            kept = masks[key].expand(len(value))
+            shape = (-1, *[1] * (value.ndim - 1))
+            marked[key] = (1 + value.abs()) * kept.reshape(shape)
+    after = alignment.apply(marked)
     moved = alignment.transport({"trained": masks})["trained"]
     assert moved.keys() == masks.keys()
     for key, mask in moved.items():
         assert (mask.dtype, mask.shape) == (torch.bool, masks[key].shape)
-        rows = (
-            after[key].abs().flatten(1).sum(1)
-            if after[key].ndim > 1
-            else after[key].abs()
-        )
-        assert torch.equal(mask.expand(len(rows)), rows > 0), key
-    assert any(not torch.equal(mask, masks[key]) for key, mask in moved.items())
+        rows = after[key].reshape(len(after[key]), -1).any(1)
+        assert torch.equal(mask.expand(len(rows)), rows), key
+    assert changed(moved, masks)
 
 
 LAYER = "bert.encoder.layer.0.attention"
 
 
 def test_masks_of_all_rows_or_none_pass_a_rotation_and_others_do_not() -> None:
-    alignment = random_alignment("bert", rotates)
-    key = f"{LAYER}.self.query.weight"
+    alignment = random_alignment("bert", rotating=True)
+
+    def moved(name: str, mask: Tensor) -> Tensor:
+        masks = {f"{LAYER}.{name}.weight": mask}
+        return alignment.transport({"trained": masks})["trained"].popitem()[1]
+
     some = torch.arange(24) < 5
     for mask in (torch.tensor(True), torch.tensor(False), some | True, some & False):
-        assert torch.equal(
-            alignment.transport({"trained": {key: mask}})["trained"][key], mask
-        )
-    with pytest.raises(fedrot.FedrotError, match="rotation"):
-        alignment.transport({"trained": {key: some}})
+        assert torch.equal(moved("self.query", mask), mask)
+    with pytest.raises(FedrotError, match="rotation"):
+        moved("self.query", some)
     # Rows of the output projection are places in the residual stream, which no rotation
     # of heads moves.
-    output = {f"{LAYER}.output.dense.weight": some}
-    assert alignment.transport({"trained": output})["trained"] == output
+    assert moved("output.dense", some) is some
 
 
 def test_shared_matrices_stay_shared_and_one_object_moves_as_each_name_does() -> None:
-    """The caller may pass one object for layers whose inputs do not move alike."""
+    """The caller may pass one object for layers whose inputs do not move alike. Several
+    kinds travel together, in their dtypes.
+    """
     alignment = random_alignment("bert")
-    grams = fedrot.collect_gram(model_of("bert"), [inputs("bert")])["gram"]
+    grams = collect_gram(model_of("bert"), [inputs("bert")])["gram"]
     moved = alignment.transport({"gram": grams})["gram"]
     assert len({id(gram) for gram in grams.values()}) < len(grams)
     for one, other in product(grams, grams):
         assert (grams[one] is grams[other]) == (moved[one] is moved[other])
-    keys = [f"{LAYER}.self.{name}.weight" for name in ("query", "key")] + [
-        f"{LAYER}.output.dense.weight"
-    ]
+    names = ("self.query", "self.key", "output.dense")
+    keys = [f"{LAYER}.{name}.weight" for name in names]
     gram = grams[keys[2]]
-    together = alignment.transport({"gram": dict.fromkeys(keys, gram)})["gram"]
-    apart = alignment.transport({"gram": {key: gram.clone() for key in keys}})["gram"]
-    assert all(torch.equal(together[key], apart[key]) for key in keys)
+    together, apart = (
+        alignment.transport({"gram": each})["gram"]
+        for each in (dict.fromkeys(keys, gram), {key: gram.clone() for key in keys})
+    )
+    assert same(together, apart)
     assert not torch.equal(together[keys[0]], together[keys[2]])
-
-
-def test_several_kinds_travel_together_and_dtypes_stay() -> None:
-    alignment = random_alignment("bert", stays)
-    key = f"{LAYER}.output.dense.weight"
-    mask = torch.arange(24) < 5
-    gram = fedrot.collect_gram(model_of("bert"), [inputs("bert")])["gram"][key]
     sent = {
         "gram": gram,
         "fisher": torch.ones(24, 24).bfloat16(),
-        "trained": mask,
+        "trained": torch.arange(24) < 5,
     }
-    out = alignment.transport({kind: {key: value} for kind, value in sent.items()})
-    assert {kind: by_name[key].dtype for kind, by_name in out.items()} == {
-        kind: value.dtype for kind, value in sent.items()
-    }
+    still = random_alignment("bert", rotating=False)
+    out = still.transport({kind: {keys[2]: value} for kind, value in sent.items()})
+    for kind, value in sent.items():
+        assert out[kind][keys[2]].dtype == value.dtype
+
+
+@EVERY
+def test_kinds_are_collected_with_and_without_their_limit_or_say_that_they_are_not(
+    kind: str,
+) -> None:
+    if not CASES[kind].collected:
+        with pytest.raises(FedrotError, match=f"'{kind}' cannot be computed"):
+            kind_named(kind).collected(nn.Linear(2, 2), [])
+    elif kind == "gram":
+        model = nn.Sequential(nn.Linear(2, 2))
+        batches = [{"input": torch.full((1, 2), float(i))} for i in range(102)]
+        for limited, count in ((True, 100), (False, 102)):
+            found = kind_named(kind).collected(model, batches, limited=limited)
+            expected = sum(i**2 for i in range(count)) / count
+            assert float(found[kind]["0.weight"][0, 1]) == pytest.approx(expected)
 
 
 def indefinite(matrix: Tensor, size: float) -> Tensor:
@@ -388,7 +366,7 @@ def indefinite(matrix: Tensor, size: float) -> Tensor:
 
 def test_negative_eigenvalues_at_unit_diagonal_become_zero() -> None:
     """The oracle clips eigenvalues in NumPy; other matrices stay the same object."""
-    x = torch.randn(40, 12, generator=seeded(1), dtype=torch.float64)
+    x = normal(seeded(1), 40, 12)
     x = x * torch.logspace(-0.3, 0.3, 12, dtype=torch.float64)
     gram = x.mT @ x / 40
     moved = indefinite(gram, 0.5)

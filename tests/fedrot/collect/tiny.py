@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from tests.fedrot.oracles import seeded
-from tests.models import VOCABULARY
+from tests.models import VOCABULARY, State
 
 Batch = Mapping[str, Tensor]
 CONV1D = transformers.pytorch_utils.Conv1D
@@ -36,12 +36,14 @@ OTHER = {
 }
 
 
-def tiny_classifier(kind: str, **settings: Any) -> Any:
-    """Return a classifier of sequences of a ``model_type``."""
+def tiny_classifier(
+    kind: str, task: str = "SequenceClassification", **settings: Any
+) -> Any:
+    """Return a small classifier of a ``model_type``."""
     config = transformers.AutoConfig.for_model(
         kind, **{**TINY, **OTHER.get(kind, {}), **settings}
     )
-    return transformers.AutoModelForSequenceClassification.from_config(config)
+    return getattr(transformers, f"AutoModelFor{task}").from_config(config)
 
 
 def batch_of(
@@ -50,7 +52,7 @@ def batch_of(
     length: int = 8,
     padding: int = 3,
     vocabulary: int = VOCABULARY,
-) -> dict[str, Tensor]:
+) -> State:
     """Return token sequences, the first one padded."""
     ids = torch.randint(4, vocabulary, (rows, length), generator=seeded(seed))
     mask = torch.ones_like(ids)

@@ -18,6 +18,7 @@ from tests.fedrot.lora.test_averaging import (
     adapter,
     product,
 )
+from tests.fedrot.oracles import seeded
 
 
 def sized(a: float, b: float, seed: int = 3) -> Adapter:
@@ -62,7 +63,7 @@ def test_factors_of_any_size_have_an_average(
 @pytest.mark.parametrize("apart", [1e-6, 1e6, 1e-12, 1e12])
 def test_unequal_factors_hide_no_other_product(apart: float, limit: int) -> None:
     """Each product has entries of about 1."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     total = ProductSum(limit)
     expected = torch.zeros(8, 9)
     b = torch.randn(8, 2, generator=generator)

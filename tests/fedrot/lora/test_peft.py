@@ -7,39 +7,39 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings, average_adapters
 from fedrot.lora.adapters import pairs_of
 from fedrot.lora.gauges import GAUGES
+from tests.fedrot.collect.tiny import tiny_classifier
+from tests.fedrot.oracles import gap, seeded
+from tests.models import largest_difference
+
+SIZES = {"vocab_size": 30, "num_labels": 3}
 
 
 def bert() -> nn.Module:
-    sizes = {
-        "vocab_size": 30,
-        "hidden_size": 16,
-        "intermediate_size": 20,
-        "num_labels": 3,
-    }
-    config = transformers.BertConfig(
-        num_hidden_layers=2, num_attention_heads=2, **sizes
+    return tiny_classifier(
+        "bert", hidden_size=16, intermediate_size=20, num_hidden_layers=2, **SIZES
     )
-    return transformers.BertForSequenceClassification(config)
 
 
 def gpt2() -> nn.Module:
-    sizes = {
-        "vocab_size": 30,
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 12,
-    }
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.GPT2Config(**sizes, **ends, tie_word_embeddings=False)
-    return transformers.GPT2LMHeadModel(config)
+    how = {"n_embd": 16, "n_layer": 2, "n_positions": 12, "tie_word_embeddings": False}
+    return tiny_classifier("gpt2", "CausalLM", **SIZES, **how)
+
+
+def adapted(net: nn.Module, rank: int = 4, seed: int = 0, **options: Any) -> Any:
+    """Return a model in float64 whose factors are random."""
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=rank, lora_alpha=6, **options)
+    found = peft.get_peft_model(net, config).double().eval()
+    for name, parameter in found.named_parameters():
+        if "lora_" in name and "magnitude" not in name:
+            nn.init.normal_(parameter, std=0.3)
+    return found
 
 
 SETTINGS = {
@@ -74,53 +74,34 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(params=SETTINGS)
-def model(request: Any) -> Any:
-    """A PEFT model in float64 whose factors are random."""
-    build, options = SETTINGS[request.param]
-    torch.manual_seed(0)
-    found = (
-        peft.get_peft_model(build(), peft.LoraConfig(r=4, lora_alpha=6, **options))
-        .double()
-        .eval()
-    )
-    for name, parameter in found.named_parameters():
-        if "lora_" in name and "magnitude" not in name:
-            nn.init.normal_(parameter, std=0.3)
-    return found
-
-
 def outputs(model: nn.Module) -> Tensor:
-    ids = torch.randint(30, (3, 7), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(30, (3, 7), generator=seeded(1))
     with torch.inference_mode():
         return model(input_ids=ids).logits
 
 
-def test_scales_are_those_of_peft_and_no_gauge_changes_the_outputs(model: Any) -> None:
+@pytest.mark.parametrize("which", SETTINGS)
+def test_scales_are_those_of_peft_and_no_gauge_changes_the_outputs(which: str) -> None:
+    build, how = SETTINGS[which]
+    torch.manual_seed(0)
+    model = adapted(build(), **how)
     before = outputs(model)
     settings = LoraSettings.of(model.peft_config["default"])
     tensors = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     modules = dict(model.named_modules())
     for pair in pairs_of(tensors):
         layer = modules[pair.module]
-        assert settings.scale(pair.module, layer.r["default"]) == pytest.approx(
-            layer.scaling["default"]
-        )
+        scale = settings.scale(pair.module, layer.r["default"])
+        assert scale == pytest.approx(layer.scaling["default"])
     for gauge in GAUGES:
         options = AdapterOptions("exact", gauge)
-        found, report = average_adapters(
-            [AdapterUpdate(tensors, 1.0, settings)], settings, options
-        )
-        assert {n: t.shape for n, t in found.items()} == {
-            n: t.shape for n, t in tensors.items()
-        }
-        if gauge == "none":
-            assert (
-                max(float((found[name] - tensors[name]).abs().max()) for name in found)
-                > 0.01
-            )
+        update = AdapterUpdate(tensors, 1.0, settings)
+        found, report = average_adapters([update], settings, options)
+        for name, tensor in tensors.items():
+            assert found[name].shape == tensor.shape
+        assert gauge != "none" or largest_difference(found, tensors) > 0.01
         assert not peft.set_peft_model_state_dict(model, dict(found)).unexpected_keys
-        assert torch.allclose(outputs(model), before, atol=1e-10)
+        assert gap(outputs(model), before) <= 1e-9
         assert max(report.error.values()) < 1e-6
         dora = any("magnitude" in name for name in tensors)
         assert report.magnitudes == dora == ("DoRA's magnitudes" in str(report))

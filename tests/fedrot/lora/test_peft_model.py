@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora import adapter_tensors, fitted, load_adapter, load_as_sent, train_only
-from fedrot.lora.adapters import factors, pairs_of
-from tests.fedrot.lora.test_peft import bert, gpt2, outputs
+from fedrot.lora.adapters import pairs_of
+from tests.fedrot.lora.test_averaging import product, truncated
+from tests.fedrot.lora.test_peft import adapted, bert, gpt2, outputs
+from tests.fedrot.oracles import gap
+from tests.models import copied, largest_difference, same
 
 
 class Layers(nn.Module):
@@ -21,29 +26,14 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.config = {"model_type": "layers"}
-        from transformers.pytorch_utils import Conv1D
-
-        self.wte, self.conv1d, self.linear = (
-            nn.Embedding(30, 6),
-            Conv1D(6, 6),
-            nn.Linear(6, 6),
-        )
+        self.wte = nn.Embedding(30, 6)
+        self.conv1d = Conv1D(6, 6)
+        self.linear = nn.Linear(6, 6)
         self.conv = nn.Conv1d(6, 5, 3)
 
     def forward(self, input_ids: Tensor) -> Any:
         found = self.conv(self.linear(self.conv1d(self.wte(input_ids))).mT)
-        return type("Output", (), {"logits": found})
-
-
-def adapted(net: nn.Module, rank: int = 4, seed: int = 0, **options: Any) -> Any:
-    """Return a model in float64 whose factors are random."""
-    torch.manual_seed(seed)
-    config = peft.LoraConfig(r=rank, lora_alpha=6, **options)
-    found = peft.get_peft_model(net, config).double().eval()
-    for name, parameter in found.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter, std=0.3)
-    return found
+        return SimpleNamespace(logits=found)
 
 
 def layers(rank: int = 4, seed: int = 0, target: str = "linear") -> Any:
@@ -54,29 +44,25 @@ def layers(rank: int = 4, seed: int = 0, target: str = "linear") -> Any:
 
 
 def test_larger_ranks_are_cut_to_the_models_own() -> None:
-    options = {
-        "task_type": "SEQ_CLS",
-        "target_modules": ["query", "value"],
-    }
+    options = {"task_type": "SEQ_CLS", "target_modules": ["query", "value"]}
     small = adapted(bert(), 4, rank_pattern={"query": 2}, **options)
     torch.manual_seed(1)
     large = adapted(bert(), 6, seed=3, **options)
     received = adapter_tensors(large)
     load_adapter(small, received)
     found = adapter_tensors(small)
-    assert {len(t) for n, t in found.items() if "lora_A" in n} == {2, 4}
+    ranks = {len(tensor) for name, tensor in found.items() if "lora_A" in name}
+    assert ranks == {2, 4}
     for pair in pairs_of(found):
-        dense = torch.linalg.multi_dot(factors(received, pair)[::-1]) * 6 / 6
-        u, s, vt = torch.linalg.svd(dense, full_matrices=False)
-        a, b = factors(found, pair)
-        best = (u[:, : len(a)] * s[: len(a)]) @ vt[: len(a)]
-        assert torch.allclose(6 / len(a) * b @ a, best, atol=1e-10)
+        dense, cut = (product(each, pair.module) for each in (received, found))
+        assert gap(cut, truncated(dense, len(found[pair.a]))) <= 1e-10
     head = next(name for name in found if "classifier" in name)
     assert torch.equal(found[head], received[head])
     with pytest.raises(UpdateError, match="client's rank"):
         load_adapter(large, found)
+    del received[head]
     with pytest.raises(UpdateError, match=rf"'{head}'.*one of the two is missing"):
-        load_adapter(small, {n: t for n, t in received.items() if n != head})
+        load_adapter(small, received)
 
 
 #: Adapters of every kind whose rank can change, as the sender and a client of another
@@ -130,20 +116,23 @@ def test_clients_of_all_ranks_compute_what_the_sender_computes(
 
 
 def test_a_model_that_took_other_ranks_is_trained_at_its_own_again() -> None:
+    def train() -> None:
+        (client(torch.arange(7)[None]).logits ** 2).sum().backward()
+
     client = layers(2)
     client.peft_config["default"].rank_pattern = {"linear": 3}
     for rank in (4, 8):
-        (client(torch.arange(7)[None]).logits ** 2).sum().backward()
+        train()
         load_as_sent(client, adapter_tensors(layers(rank, seed=rank)))
     received = adapter_tensors(layers(8, seed=1))
     load_adapter(client, received)
     found = adapter_tensors(client)
     cut = fitted(received, client.peft_config["default"], 3)
-    assert all(torch.allclose(found[name], tensor) for name, tensor in cut.items())
+    assert largest_difference(found, cut) <= 1e-6
     again = layers(3, seed=2)
     load_adapter(again, cut)
-    assert torch.allclose(outputs(again), outputs(client), atol=1e-12)
-    (client(torch.arange(7)[None]).logits ** 2).sum().backward()
+    assert gap(outputs(again), outputs(client)) <= 1e-12
+    train()
 
 
 #: What a client cannot load into its adapter of rank 2, given what the server has and
@@ -193,31 +182,31 @@ def test_nothing_is_loaded_if_more_than_ranks_differs(wrong: str, load: Any) -> 
 def test_what_is_sent_does_not_change_with_the_model() -> None:
     model = layers()
     sent = adapter_tensors(model)
-    before = {name: tensor.clone() for name, tensor in sent.items()}
+    before = copied(sent)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
-    assert all(torch.equal(sent[name], tensor) for name, tensor in before.items())
+    assert same(sent, before)
 
 
-@pytest.mark.parametrize(("said", "trained"), [("A", "A"), ("B", "B"), ("both", "AB")])
-def test_only_the_named_factors_of_one_adapter_train(said: str, trained: str) -> None:
+@pytest.mark.parametrize("trained", ["A", "B", "both"])
+def test_only_the_named_factors_of_one_adapter_train(trained: str) -> None:
     options = {"task_type": "SEQ_CLS", "target_modules": ["query"]}
     model = adapted(bert(), **options)
     model.add_adapter("default2", peft.LoraConfig(r=2, target_modules=["query"]))
-    before = {
-        name: parameter.requires_grad for name, parameter in model.named_parameters()
-    }
-    train_only(model, said)
-    load_as_sent(
-        model, adapter_tensors(adapted(bert(), 2, **options))
-    )  # New parameters, of rank 2.
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    train_only(model, trained)
+    # New parameters, of rank 2.
+    load_as_sent(model, adapter_tensors(adapted(bert(), 2, **options)))
     for name, parameter in model.named_parameters():
-        of = [factor for factor in "AB" if f"lora_{factor}.default." in name]
-        assert parameter.requires_grad == (of[0] in trained if of else before[name])
+        expected = before[name]
+        for factor in "AB":
+            if f"lora_{factor}.default." in name:
+                expected = trained in (factor, "both")
+        assert parameter.requires_grad == expected
     with pytest.raises(FedrotError, match="factors is 'C'"):
         train_only(model, "C")
-    (pair, _) = pairs_of(adapter_tensors(model, "default2"))
+    (pair, *_) = pairs_of(adapter_tensors(model, "default2"))
     assert len(adapter_tensors(model, "default2")[pair.a]) == 2
 
 

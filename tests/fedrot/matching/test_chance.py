@@ -5,7 +5,6 @@ them.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,9 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
+from torch import Tensor
+from torch.testing import assert_close
 from transformers import BertConfig, BertForSequenceClassification
 
-import fedrot
+from fedrot import WHOLE_MODEL, AlignmentOptions, Symmetry, align, random_equivalent
 from fedrot.alignment.anchors import align_round
 from fedrot.matching import chance
 from fedrot.matching.anchor import Anchor, Spread
@@ -30,8 +31,8 @@ from fedrot.symmetry import Group, symmetry_of
 from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Move, Slice, Slot, apply_moves
 from tests import families
-from tests.fedrot.oracles import seeded
-from tests.models import State
+from tests.fedrot.oracles import normal, seeded
+from tests.models import FULL, State, cast, movable, tensors_of
 
 #: Members with rotations, phases and signs, with biases, ties, shared heads and
 #: experts.
@@ -47,9 +48,7 @@ SHAPES = (
 )
 
 
-def bert(
-    width: int = 64, heads: int = 2, layers: int = 1
-) -> tuple[State, fedrot.Symmetry]:
+def bert(width: int = 64, heads: int = 2, layers: int = 1) -> tuple[State, Symmetry]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = BertConfig(
@@ -75,6 +74,30 @@ def isotropic(state: State, scale: float, seed: int) -> State:
     }
 
 
+def shares(rows: Any) -> Tensor:
+    """Return the shares of the distance that groups removed and that chance removes."""
+    assert all(row.chance is not None for row in rows)
+    found = torch.tensor([[row.found, row.chance] for row in rows])
+    return (found / torch.tensor([[row.before] for row in rows])).T
+
+
+def rows_of(*how: Any) -> Any:
+    """Return the rows of a report, by group."""
+    return align(*how).report.groups
+
+
+def flat(state: State, group: Group) -> Tensor:
+    """Return the tensors that a group acts on, in one vector."""
+    names = sorted(tensors_of([group]))
+    return torch.cat([state[name].double().flatten() for name in names])
+
+
+def squared(group: Group, state: State) -> float:
+    """Return the sum of the squares of a group's slices."""
+    blocks = (slot.of(state[slot.tensor]) for slot in group.slots)
+    return sum(float(block.double().square().sum()) for block in blocks)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> None:
     """Biases, ties, shared heads, phases and signs are counted: sampled shares agree
@@ -82,27 +105,22 @@ def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> Non
     """
     state = families.state_of(name)
     symmetry = families.symmetry_for(name)
-    found = defaultdict[str, float](float)
-    expected = dict[str, float]()
-    seeds = 12
-    options = fedrot.AlignmentOptions(parts=("attention",), chance=0)
-    for seed in range(seeds):
-        update = isotropic(state, 1e-4, seed)
-        for row in fedrot.align(update, state, symmetry, options).report.groups:
-            assert row.chance is not None
-            found[row.group] += row.found / row.before / seeds
-            expected[row.group] = row.chance / row.before
-    assert set(found) == {group.name for group in symmetry.select(("attention",))}
-    free = {group.name: group.action.free for group in symmetry.groups}
-    for group, share in found.items():
+    options = AlignmentOptions(parts=("attention",), chance=0)
+    groups = symmetry.select(options.parts)
+    reports = [
+        rows_of(isotropic(state, 1e-4, seed), state, symmetry, options)
+        for seed in range(12)
+    ]
+    assert {row.group for row in reports[0]} == {group.name for group in groups}
+    found, expected = torch.stack([shares(rows) for rows in reports]).mean(0)
+    free = {group.name: group.action.free for group in groups}
+    for row, share, claimed in zip(reports[0], found, expected, strict=True):
         # The sampled share is a mean of chi-squared variables: four standard errors.
-        error = 4 * (2 / max(free[group], 1) / seeds) ** 0.5
-        assert share == pytest.approx(expected[group], rel=error), group
-        assert (expected[group] > 0) == (free[group] > 0)
-    both = [sum(shares[group] for group in found) for shares in (found, expected)]
-    assert both[0] == pytest.approx(
-        both[1], rel=max(0.05, 4 * (2 / sum(free.values()) / seeds) ** 0.5)
-    )
+        error = 4 * (2 / max(free[row.group], 1) / 12) ** 0.5
+        assert float(share) == pytest.approx(float(claimed), rel=error), row.group
+        assert (claimed > 0) == (free[row.group] > 0)
+    error = max(0.05, 4 * (2 / sum(free.values()) / 12) ** 0.5)
+    assert float(found.sum()) == pytest.approx(float(expected.sum()), rel=error)
 
 
 @pytest.mark.parametrize(
@@ -113,15 +131,11 @@ def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> Non
 def test_noise_moves_hardly_any_group(name: str, scale: float) -> None:
     state = families.state_of(name)
     symmetry = families.symmetry_for(name)
-    parts = tuple(
-        part for part in ("heads", "attention", "ffn") if part not in symmetry.refused
-    )
-    options = fedrot.AlignmentOptions(parts=parts)
-    updates = (isotropic(state, scale, seed) for seed in range(8))
+    options = AlignmentOptions(movable(symmetry, FULL))
     rows = [
         row
-        for u in updates
-        for row in fedrot.align(u, state, symmetry, options).report.groups
+        for seed in range(8)
+        for row in rows_of(isotropic(state, scale, seed), state, symmetry, options)
     ]
     assert len(rows) >= 20
     assert sum(row.moved > 0 for row in rows) <= 0.01 * len(rows)
@@ -132,24 +146,16 @@ def test_far_from_an_anchor_chance_is_drawn() -> None:
     says.
     """
     state, symmetry = bert()
-    parts = ("attention", "ffn")
-    scale = 0.06
-    found = defaultdict[str, float](float)
-    claimed = defaultdict[str, float](float)
+    judged = AlignmentOptions(parts=("attention", "ffn"))
+    moving = replace(judged, chance=0)
+    found, claimed = torch.zeros(2, 3)
     for seed in range(8):
-        judged = fedrot.AlignmentOptions(parts=parts)
-        for row in fedrot.align(
-            isotropic(state, scale, seed), state, symmetry, judged
-        ).report.groups:
-            assert row.chance is not None
-            claimed[row.group] += row.chance / row.before / 8
-        other = isotropic(state, scale, 100 + seed)
-        moving = fedrot.AlignmentOptions(parts=parts, chance=0)
-        for row in fedrot.align(other, state, symmetry, moving).report.groups:
-            found[row.group] += row.found / row.before / 8
-    assert len(found) == 3
-    for group, share in found.items():
-        assert claimed[group] == pytest.approx(share, rel=0.05, abs=5e-4), group
+        update, other = (isotropic(state, 0.06, s) for s in (seed, 100 + seed))
+        claimed += shares(rows_of(update, state, symmetry, judged))[1] / 8
+        rows = rows_of(other, state, symmetry, moving)
+        found += torch.tensor([row.found / row.before for row in rows]) / 8
+    for share, said in zip(found, claimed, strict=True):
+        assert float(said) == pytest.approx(float(share), rel=0.05, abs=5e-4)
 
 
 @pytest.mark.parametrize(
@@ -160,23 +166,20 @@ def test_the_anchor_s_own_noise_is_accounted_for(anchor: str, factor: float) -> 
     as sampled.
     """
     state, symmetry = bert(heads=4)
-    options = fedrot.AlignmentOptions(parts=("attention",), chance=factor)
-    found = torch.zeros(5)
-    expected = torch.zeros(5)
+    options = AlignmentOptions(parts=("attention",), chance=factor, anchor=anchor)
+    sums = torch.zeros(5, 2)
     for seed in range(12):
         updates = [
             (isotropic(state, 1e-5, 10 * seed + k), 1.0 + (k == 2)) for k in range(5)
         ]
-        results = align_round(updates, state, symmetry, replace(options, anchor=anchor))
-        for k, result in enumerate(results):
-            for row in result.alignment.report.groups:
-                assert row.chance is not None
-                found[k] += row.found / row.before
-                expected[k] += row.chance / row.before
-                assert bool(row.moved) is (factor == 0)
+        for k, result in enumerate(align_round(updates, state, symmetry, options)):
+            rows = result.alignment.report.groups
+            sums[k] += shares(rows).sum(1)
+            assert all(bool(row.moved) is (factor == 0) for row in rows)
     # Where nothing is moved, ``found`` is an upper bound.
-    excess = (found / expected - 1).tolist()
-    assert all(-0.05 < e < (0.05 if factor == 0 else 0.15) for e in excess), excess
+    excess = sums[:, 0] / sums[:, 1] - 1
+    assert excess.min() > -0.05
+    assert excess.max() < (0.05 if factor == 0 else 0.15)
 
 
 @settings(max_examples=40, deadline=None)
@@ -184,12 +187,8 @@ def test_the_anchor_s_own_noise_is_accounted_for(anchor: str, factor: float) -> 
 def test_the_ceiling_is_never_below_the_best_gain(
     seed: int, scale: float, dim: int
 ) -> None:
-    generator = seeded(seed)
-    rows = torch.randn(3, dim, 2 * dim, generator=generator, dtype=torch.float64)
-    other = rows + scale * torch.randn(
-        rows.shape, generator=generator, dtype=torch.float64
-    )
-    evidence = rows @ other.mT
+    rows, noise = normal(seeded(seed), 2, 3, dim, 2 * dim)
+    evidence = rows @ (rows + scale * noise).mT
     solver = RotationSolver()
     action = HeadRotation(3, dim)
     gains = torch.linalg.svdvals(evidence).sum(-1) - solver.still(action, evidence)
@@ -200,10 +199,9 @@ def test_the_ceiling_is_never_below_the_best_gain(
         # ceiling |K_ij|^2 (1 / h_i + 1 / h_j) / 4: it is this much larger at most, for
         # eigenvalues h of M.
         least, *_, most = torch.linalg.eigvalsh((evidence + evidence.mT) / 2).unbind(-1)
-        larger = (least + most) ** 2 / (4 * least * most)
-        assert bool(
-            (ceiling - gains <= (larger - 1).clamp_min(0.5) * gains + 1e-6).all()
-        )
+        larger = (least + most) ** 2 / (4 * least * most) - 1
+        excess = larger.clamp_min(0.5) * gains + 1e-6
+        assert bool((ceiling - gains <= excess).all())
 
 
 @pytest.mark.parametrize(
@@ -215,30 +213,30 @@ def test_layers_with_evidence_move_and_most_of_them_speak_for_all(
 ) -> None:
     """And what does not move stays the same object."""
     state, symmetry = bert(layers=3)
-    other = fedrot.random_equivalent(state, symmetry, 1, ("attention",))
+    other = random_equivalent(state, symmetry, 1, ("attention",))
+    turned_layers = tuple(f"bert.encoder.layer.{layer}." for layer in turned)
     start = {
-        n: (other if n.split(".layer.")[-1][0] in map(str, turned) else state)[n]
-        for n in state
+        name: (other if name.startswith(turned_layers) else state)[name]
+        for name in state
     }
     update = isotropic(start, 1e-3, 2)
-    alignment = fedrot.align(update, state, symmetry)
-    assert {(m.group.part, m.group.layer) for m in alignment.moves} == {
-        ("attention", i) for i in moving
-    }
-    moved = {s.tensor for m in alignment.moves for s in m.group.slots}
+    alignment = align(update, state, symmetry)
+    report = alignment.report
+    groups = [move.group for move in alignment.moves]
+    assert {(g.part, g.layer) for g in groups} == {("attention", i) for i in moving}
+    moved = tensors_of(groups)
     for name, tensor in alignment.apply(update).items():
         assert (tensor is update[name]) == (name not in moved)
-        torch.testing.assert_close(tensor, state[name], atol=1e-2, rtol=0)
-    for row in alignment.report.groups:
-        assert (row.moved > 0) == (row.part == "attention" and row.layer in moving)
+        assert_close(tensor, state[name], atol=1e-2, rtol=0)
+    for row in report.groups:
+        attention = row.part == "attention"
+        assert (row.moved > 0) == (attention and row.layer in moving)
         if not row.moved:
             assert row.before == row.after
-            assert row.skipped is (row.part == "attention")
+            assert row.skipped is attention
             assert row.found <= 1.2 * (row.chance or 0.0)
     if len(turned) == 3:
-        assert alignment.report.found("attention") > 2 * (
-            alignment.report.chance("attention") or 1
-        )
+        assert report.found("attention") > 2 * (report.chance("attention") or 1)
 
 
 def _group(heads: int, dim: int) -> Group:
@@ -310,42 +308,24 @@ def test_most_groups_speak_for_all_of_their_action(
     assert chance.beyond(gains, needs) == expected
 
 
-def test_entries_are_counted_once() -> None:
-    state, symmetry = bert(width=8, heads=2)
-    counts = {
-        g.name.split(".")[-1]: count_once(g.slots, state)
-        for g in symmetry.groups
-        if g.part == "attention"
-    }
-    # Queries and keys with biases; values with biases, and output projections without.
-    assert counts == {"qk": 2 * (64 + 8), "vo": 2 * 64 + 8}
-    (qk,) = (g for g in symmetry.groups if g.name.endswith("qk"))
-    assert count_once((*qk.slots, *qk.slots), state) == counts["qk"]
-    both = (qk.slots[0], replace(qk.slots[0], axis=1))
-    assert count_once(both, state) == 64
-
-
 def test_null_models_keep_distance_and_projection() -> None:
     state, symmetry = bert()
     update = isotropic(state, 0.04, 4)
     for group in symmetry.groups:
-        names = {slot.tensor for slot in group.slots}
-        flat = [
-            torch.cat([m[n].double().flatten() for n in sorted(names)])
-            for m in (state, update)
-        ]
-        drawn = list(null_models({group: line_of(group, state, update)}, state, update))
+        names = tensors_of([group])
+        anchor, client = (flat(model, group) for model in (state, update))
+        line = line_of(group, state, update)
+        drawn = list(null_models({group: line}, state, update))
         for model in drawn:
             assert {n for n in update if model[n] is not update[n]} == names
-            null = torch.cat([model[n].double().flatten() for n in sorted(names)])
-            assert (null - flat[0]).norm() == pytest.approx(
-                (flat[1] - flat[0]).norm().item(), rel=0.1
-            )
-            slope = (flat[1] - null) @ flat[0] / (flat[0] @ flat[0])
-            assert slope == pytest.approx(0, abs=0.1)
+            null = flat(model, group)
+            distance = float((client - anchor).norm())
+            assert float((null - anchor).norm()) == pytest.approx(distance, rel=0.1)
+            slope = (client - null) @ anchor / (anchor @ anchor)
+            assert abs(slope) < 0.1
         # A group is drawn alike in every run, whatever is drawn beside it.
         apart = group.part in ("heads", "attention")
-        beside = [g for g in symmetry.groups if apart and g.part == "ffn"]
+        beside = symmetry.select(("ffn",)) if apart else ()
         lines = {g: line_of(g, state, update) for g in (*beside, group)}
         again = next(null_models(lines, state, update))
         assert all(torch.equal(again[n], drawn[0][n]) for n in names)
@@ -376,34 +356,25 @@ def test_what_noise_removes_stays_below_its_quantile(
     far.
     """
     state, symmetry = bert(16, heads=4)
-    (group,) = (g for g in symmetry.groups if g.part == part)
-    options = fedrot.AlignmentOptions(
-        parts=(part, "attention") if inner else (part,), chance=0
-    )
+    (group,) = symmetry.select((part,))
+    options = AlignmentOptions((part, "attention") if inner else (part,), chance=0)
     removed = []
     bounds = []
     for seed in range(20):
         null = isotropic(state, scale, seed)
-        alignment = fedrot.align(null, state, symmetry, options)
-        (row,) = (row for row in alignment.report.groups if row.group == group.name)
-        removed.append(row.found)
+        alignment = align(null, state, symmetry, options)
+        rows = {row.group: row.found for row in alignment.report.groups}
+        removed.append(rows[group.name])
         for move in alignment.moves:
             if move.group is group:
-                line = line_of(group, state, null)
-                bounds.append(
-                    (
-                        row.found,
-                        partial(chance.quantile, group, state, move.element, line),
-                    )
-                )
+                how = (group, state, move.element, line_of(group, state, null))
+                bounds.append((removed[-1], partial(chance.quantile, *how)))
     mean = sum(removed) / len(removed)
     assert all(found < bound(mean, inner) for found, bound in bounds)
     # The bounds are not empty: orders that were really there are far beyond them.
-    turned = fedrot.random_equivalent(isotropic(state, 0.003, 1), symmetry, 2, (part,))
-    report = fedrot.align(
-        turned, state, symmetry, fedrot.AlignmentOptions(parts=(part,))
-    ).report
-    assert all(row.moved for row in report.groups)
+    turned = random_equivalent(isotropic(state, 0.003, 1), symmetry, 2, (part,))
+    rows = rows_of(turned, state, symmetry, AlignmentOptions(parts=(part,)))
+    assert all(row.moved for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -414,106 +385,84 @@ def test_a_large_group_is_drawn_once_and_a_small_one_beside_it_more_often(
 ) -> None:
     """More neurons than ``ENOUGH``, as BERT-base has in a layer."""
     state, symmetry = bert(16)
-    ffn = next(group for group in symmetry.groups if group.part == "ffn")
+    *others, ffn = symmetry.select(parts)
     large = replace(ffn, action=replace(ffn.action, n=chance.ENOUGH + 100))
-    groups = [
-        large if group is ffn else group
-        for group in symmetry.groups
-        if group.part in parts
-    ]
-    lines = dict.fromkeys(groups, chance.NullLine(1.0, 0.1))
+    lines = dict.fromkeys([*others, large], chance.NullLine(1.0, 0.1))
     assert len(list(null_models(lines, state, state))) == draws
 
 
 def test_the_quantile_of_heads_counts_four_times_the_norm_of_those_that_move() -> None:
     state, symmetry = bert(16)
-    (group,) = (g for g in symmetry.groups if g.part == "heads")
-    norm = sum(
-        float(s.of(state[s.tensor]).double().square().sum()) for s in group.slots
-    )
+    (group,) = symmetry.select(("heads",))
+    norm = squared(group, state)
     most = 2 * 0.5 * (2 * 1.2 * 4 * norm * math.log(chance.ONCE_IN * 100)) ** 0.5
-    swapped = torch.tensor([1, 0])
     line = chance.NullLine(0.0, 0.5)
-    assert chance.quantile(group, state, swapped, line, 3.0, True) == pytest.approx(
-        3 + most
-    )
+    found = chance.quantile(group, state, torch.tensor([1, 0]), line, 3.0, True)
+    assert found == pytest.approx(3 + most)
 
 
 def test_the_quantile_of_orders_bounds_all_of_them_together() -> None:
     state, symmetry = bert(16)
-    (group,) = (g for g in symmetry.groups if g.part == "ffn")
+    (group,) = symmetry.select(("ffn",))
     units = group.action.units
     entries = count_once(group.slots, state)
     order = torch.arange(units)
     order[[3, 5, 8]] = order[[5, 8, 3]]
     moved = apply_moves(state, [Move(group, order)])
-    blocks = [
-        (s.of(moved[s.tensor]).double(), s.of(state[s.tensor]).double())
-        for s in group.slots
-    ]
-    way = sum(float((m - a).square().sum()) for m, a in blocks)
-    norm = sum(float(a.square().sum()) for _, a in blocks)
+    way = squared(group, {n: moved[n].double() - t for n, t in state.items()})
     bound = math.log(chance.ONCE_IN) + 3 * math.log(2 * units) + math.log(units)
     cosine = (1 - math.exp(-2 * bound / (entries - 2))) ** 0.5
-    expected = (
-        2 * 0.5 * (entries * (way - way**2 / (4 * norm))) ** 0.5 * cosine - 0.25 * way
-    )
+    length = way - way**2 / (4 * squared(group, state))
+    expected = 2 * 0.5 * (entries * length) ** 0.5 * cosine - 0.25 * way
     line = chance.NullLine(0.25, 0.5)
-    assert chance.quantile(group, state, order, line, 3.0, False) == pytest.approx(
-        expected, rel=1e-6
-    )
+    found = chance.quantile(group, state, order, line, 3.0, False)
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_groups_that_share_a_tensor_are_in_different_lists() -> None:
-    def on(name: str, *tensors: str) -> Group:
-        slots = tuple(Slot(tensor, 0, Slice(0, 4)) for tensor in tensors)
-        return Group(name, 0, "attention", HeadRotation(2, 2), slots)
-
+    tensors = {"a": "x", "b": "xy", "c": "z", "d": "y", "e": "zx"}
     groups = [
-        on("a", "x"),
-        on("b", "x", "y"),
-        on("c", "z"),
-        on("d", "y"),
-        on("e", "z", "x"),
+        Group(name, 0, "ffn", ORDERS.action, [Slot(t, 0, Slice(0, 4)) for t in touched])
+        for name, touched in tensors.items()
     ]
     batches = without_common_tensors(groups)
-    assert [[group.name for group in batch] for batch in batches] == [
-        ["a", "c", "d"],
-        ["b"],
-        ["e"],
-    ]
+    names = ["".join(group.name for group in batch) for batch in batches]
+    assert names == ["acd", "b", "e"]
     assert without_common_tensors([]) == []
 
 
-def test_near_is_up_to_a_twentieth_of_the_anchor() -> None:
-    state, symmetry = bert(16)
-    group = next(g for g in symmetry.groups if g.part == "attention")
-    problem = Problem(Anchor(state), state, symmetry, fedrot.AlignmentOptions())
-    most = 0.05 * problem.anchor.size(group)
-    entries = count_once(group.slots, state)
-    assert chance.near_chance(problem, group, most) == pytest.approx(
-        most * group.action.free / entries
-    )
-    assert chance.near_chance(problem, group, 1.0001 * most) is None
+def test_near_is_up_to_a_twentieth_of_the_anchor_and_entries_count_once() -> None:
+    """Queries and keys have biases; values do, and output projections do not."""
+    state, symmetry = bert(width=8, heads=2)
+    problem = Problem(Anchor(state), state, symmetry, AlignmentOptions())
+    counts = {"qk": 2 * (64 + 8), "vo": 2 * 64 + 8}
+    for group in symmetry.select(("attention",)):
+        entries = counts.pop(group.name.split(".")[-1])
+        assert count_once(group.slots, state) == entries
+        assert count_once((*group.slots, *group.slots), state) == entries
+        slot = group.slots[0]
+        assert count_once((slot, replace(slot, axis=1)), state) == 64
+        most = 0.05 * problem.anchor.size(group)
+        near = most * group.action.free / entries
+        assert chance.near_chance(problem, group, most) == pytest.approx(near)
+        assert chance.near_chance(problem, group, 1.0001 * most) is None
+    assert not counts
 
 
 def test_a_multiple_of_the_anchor_has_no_noise_and_none_of_nothing_a_slope() -> None:
     state, symmetry = bert(16)
-    group = next(g for g in symmetry.groups if g.part == "ffn")
-    exact = {n: t.double() for n, t in state.items()}
+    (group,) = symmetry.select(("ffn",))
+    exact = cast(state, torch.float64)
     # Of some, the squared distance is negative by rounding, and its root would be
     # complex.
     for factor in (0.1, *(i / 20 for i in range(1, 60))):
         line = line_of(group, exact, {n: t * factor for n, t in exact.items()})
         assert line.slope == pytest.approx(factor)
         assert 0 <= line.size < 1e-6
-    nothing = {name: torch.zeros_like(t) for name, t in state.items()}
-    line = line_of(group, nothing, state)
+    line = line_of(group, {name: 0 * t for name, t in state.items()}, state)
     assert line.slope == 0
-    norm = sum(
-        float(s.of(state[s.tensor]).double().square().sum()) for s in group.slots
-    )
-    assert line.size == pytest.approx((norm / count_once(group.slots, state)) ** 0.5)
+    size = (squared(group, state) / count_once(group.slots, state)) ** 0.5
+    assert line.size == pytest.approx(size)
 
 
 def test_a_null_model_has_the_client_s_norm_and_projection_and_noise_of_its_own() -> (
@@ -527,19 +476,20 @@ def test_a_null_model_has_the_client_s_norm_and_projection_and_noise_of_its_own(
         n: 2 * t + 0.02 * torch.randn(t.shape, generator=seeded(1))
         for n, t in anchor.items()
     }
+    groups = symmetry.select(WHOLE_MODEL)
     one, other = (f"bert.encoder.layer.{i}.attention.self.key.weight" for i in range(2))
-    null = chance.null_model(anchor, client, symmetry.select(fedrot.WHOLE_MODEL))
+    null = chance.null_model(anchor, client, groups)
     noise = []
     for name in (one, other):
         a, c, drawn = (
             model[name].double().flatten() for model in (anchor, client, null)
         )
-        assert float(drawn @ a / (a @ a)) == pytest.approx(
-            float(c @ a / (a @ a)), rel=0.05
-        )
+        slope = drawn @ a / (a @ a)
+        assert float(slope) == pytest.approx(float(c @ a / (a @ a)), rel=0.05)
         assert float(drawn.norm()) == pytest.approx(float(c.norm()), rel=0.05)
-        noise.append(drawn - a * (drawn @ a) / (a @ a))
-    assert abs(float(noise[0] @ noise[1] / (noise[0].norm() * noise[1].norm()))) < 0.2
+        rest = drawn - a * slope
+        noise.append(rest / rest.norm())
+    assert abs(noise[0] @ noise[1]) < 0.2
     client[other] = client[one]
-    null = chance.null_model(anchor, client, symmetry.select(fedrot.WHOLE_MODEL))
+    null = chance.null_model(anchor, client, groups)
     assert null[one] is null[other], "tied tensors are one"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-import fedrot
+from fedrot import AlignmentOptions, align
 from fedrot.matching import experts
 from fedrot.matching.anchor import Anchor
 from fedrot.matching.problem import Problem
@@ -19,10 +19,16 @@ from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
 from fedrot.symmetry.groups import Group, Move, apply_moves
 from tests.families import state_of, symmetry_for
 from tests.fedrot.oracles import seeded
-from tests.models import State, largest_difference, near, squared_distance
+from tests.models import (
+    State,
+    align_tensors,
+    largest_difference,
+    near,
+    squared_distance,
+)
 
 NAME, EXPERTS, NEURONS = "mixtral", 3, 20
-FFN = fedrot.AlignmentOptions(parts=("ffn",), chance=0)
+FFN = AlignmentOptions(parts=("ffn",), chance=0)
 
 
 def _groups(action: type) -> list[Group]:
@@ -78,7 +84,7 @@ def _best(
 )
 def test_experts_are_in_the_best_of_all_orders(scale: Any, seed: int) -> None:
     order, worth, anchor, client = _best(scale, seed)
-    alignment = fedrot.align(client, anchor, symmetry_for(NAME), FFN)
+    alignment = align(client, anchor, symmetry_for(NAME), FFN)
     moves = {move.group.name: move.element for move in alignment.moves}
     found = moves.get("layers.0.experts", torch.arange(EXPERTS))
     assert tuple(found.tolist()) == order
@@ -117,7 +123,7 @@ def test_a_near_client_is_certified_without_an_assignment(
     anchor = state_of(NAME)
     client = near(anchor, 1e-3)
     monkeypatch.setattr(experts, "_best_order", None)
-    alignment = fedrot.align(client, anchor, symmetry_for(NAME), FFN)
+    alignment = align(client, anchor, symmetry_for(NAME), FFN)
     assert all(row["certified"] for row in alignment.report.rows())
     assert not alignment.moves
 
@@ -129,7 +135,7 @@ def test_router_rows_in_place_certify_no_order_while_neurons_are_elsewhere() -> 
         f"model.layers.0.mlp.experts.{name}_proj" for name in ("gate_up", "down")
     ]
     client = {**anchor, **{name: anchor[name][order] for name in neurons}}
-    aligned = fedrot.align(client, anchor, symmetry_for(NAME), FFN).apply(client)
+    aligned = align_tensors(client, anchor, symmetry_for(NAME), FFN)
     assert all(torch.equal(aligned[name], anchor[name]) for name in neurons)
 
 
@@ -139,7 +145,7 @@ def test_neurons_and_experts_move_without_each_other(action: type) -> None:
     rng = seeded(3)
     moves = [Move(group, group.action.random(rng)) for group in _groups(action)[1:]]
     client = apply_moves(anchor, moves)
-    alignment = fedrot.align(client, anchor, symmetry_for(NAME), FFN)
+    alignment = align(client, anchor, symmetry_for(NAME), FFN)
     assert [move.group.name for move in alignment.moves] == [
         move.group.name for move in moves
     ]
@@ -163,7 +169,7 @@ def test_expert_neurons_of_a_moving_anchor_keep_their_certificate() -> None:
     symmetry = symmetry_for(NAME)
     anchor = Anchor(first)
     client = near(first, 1e-3)
-    fedrot.align(client, anchor, symmetry, FFN)
+    align(client, anchor, symmetry, FFN)
     moved = anchor.towards_last({k: (first[k] + client[k]) / 2 for k in first}, 0.5)
     known = {name for name, _ in moved._known.bounds}
     assert known >= {group.name for group in _groups(ExpertNeurons)}

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-import fedrot
+from fedrot import Activations, AlignmentOptions, Symmetry, align, random_equivalent
 from fedrot.symmetry.actions import InsideHeads, QueryPermutation
 from fedrot.symmetry.groups import Group, Move, apply_moves
 from tests.families import state_of, symmetry_for
-from tests.models import near, squared_distance
+from tests.fedrot.oracles import eye
+from tests.models import Parts, State, align_tensors, copied, near, squared_distance
 
 NAMES = ["llama", "mistral", "qwen2", "gemma3", "phi3-partial", "falcon-40b"]
 
 
-def _orders(symmetry: fedrot.Symmetry) -> tuple[Group, Group]:
+def _orders(symmetry: Symmetry) -> tuple[Group, Group]:
     """Return the groups that order the key heads and the query heads of the first
     layer.
     """
@@ -28,9 +29,7 @@ def _orders(symmetry: fedrot.Symmetry) -> tuple[Group, Group]:
     return heads, queries
 
 
-def _best_by_trying_all(
-    name: str, update: dict[str, torch.Tensor], parts: tuple[str, ...]
-) -> float:
+def _best_by_trying_all(name: str, update: State, parts: Parts) -> float:
     """Return the least distance over all orders of the first layer's heads, the rest in
     closed form.
     """
@@ -48,8 +47,8 @@ def _best_by_trying_all(
                 Move(queries, torch.tensor(inner)),
             ]
             moved = apply_moves(update, moves)
-            options = fedrot.AlignmentOptions(parts=parts, layers=(0,), chance=0)
-            found = fedrot.align(moved, anchor, symmetry, options) if parts else None
+            options = AlignmentOptions(parts=parts, layers=(0,), chance=0)
+            found = align(moved, anchor, symmetry, options) if parts else None
             aligned = moved if found is None else found.apply(moved)
             best = min(best, squared_distance(aligned, anchor))
     return best
@@ -63,9 +62,9 @@ def test_hidden_orders_are_found_through_noise(
     """As good as trying every order, and the best phases and rotations for each."""
     anchor = state_of(name)
     symmetry = symmetry_for(name)
-    update = fedrot.random_equivalent(near(anchor, scale), symmetry, 2, parts)
-    options = fedrot.AlignmentOptions(parts=parts, layers=(0,), chance=0)
-    aligned = fedrot.align(update, anchor, symmetry, options).apply(update)
+    update = random_equivalent(near(anchor, scale), symmetry, 2, parts)
+    options = AlignmentOptions(parts=parts, layers=(0,), chance=0)
+    aligned = align_tensors(update, anchor, symmetry, options)
     best = _best_by_trying_all(name, update, parts[1:])
     assert squared_distance(aligned, anchor) <= best * (1 + 1e-9)
 
@@ -77,12 +76,10 @@ def test_unrelated_models_never_lose_by_an_order(name: str, seed: int) -> None:
     in the end.
     """
     anchor, update, symmetry = state_of(name), state_of(name, seed), symmetry_for(name)
-    without = fedrot.AlignmentOptions(parts=("attention",), chance=0)
-    ordered = fedrot.AlignmentOptions(parts=("heads", "attention"), chance=0)
+    without = AlignmentOptions(parts=("attention",), chance=0)
+    ordered = AlignmentOptions(parts=("heads", "attention"), chance=0)
     distances = [
-        squared_distance(
-            fedrot.align(update, anchor, symmetry, options).apply(update), anchor
-        )
+        squared_distance(align_tensors(update, anchor, symmetry, options), anchor)
         for options in (without, ordered)
     ]
     assert distances[1] <= distances[0] * (1 + 1e-12)
@@ -94,8 +91,8 @@ def test_unrelated_models_never_lose_by_an_order(name: str, seed: int) -> None:
 
 def _elements(
     name: str,
-    update: dict[str, torch.Tensor],
-    anchor: dict[str, torch.Tensor],
+    update: State,
+    anchor: State,
     seen: torch.Tensor,
     weight: float,
 ) -> dict[str, list[object]]:
@@ -111,18 +108,16 @@ def _elements(
     matrices = {}
     for group in groups:
         assert isinstance(group.action, InsideHeads)
-        each = torch.eye(group.action.dim, dtype=torch.float64)
-        heads = torch.eye(group.action.heads, dtype=torch.float64)[seen]
+        each = eye(group.action.dim)
+        heads = eye(group.action.heads)[seen]
         matrices[group.name] = (
             0.1 * torch.kron(heads, each) / (group.action.heads * group.action.dim)
         )
-    activations = fedrot.Activations(
-        matrices, {group.name: group.within for group in groups}
-    )
-    options = fedrot.AlignmentOptions(
+    activations = Activations(matrices, {group.name: group.within for group in groups})
+    options = AlignmentOptions(
         parts=("heads", "attention"), layers=(0,), activation_weight=weight
     )
-    alignment = fedrot.align(update, anchor, symmetry, options, activations)
+    alignment = align(update, anchor, symmetry, options, activations)
     return {
         m.group.name: m.element.tolist()
         for m in alignment.moves
@@ -162,9 +157,7 @@ def test_weights_of_queries_order_them_where_those_of_keys_have_no_say(
             anchor[slot.tensor], slot.axis, 10 * slot.of(anchor[slot.tensor])
         )
     order = torch.arange(queries.action.n).roll(1).repeat(queries.action.groups, 1)
-    update = {
-        key: t.clone() for key, t in apply_moves(anchor, [Move(queries, order)]).items()
-    }
+    update = copied(apply_moves(anchor, [Move(queries, order)]))
     for slot in once:
         slot.slice.write(update[slot.tensor], slot.axis, -slot.of(update[slot.tensor]))
     found = _elements(name, update, anchor, torch.arange(heads.action.units), 1.0)

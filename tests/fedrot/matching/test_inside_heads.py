@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedrot
+from fedrot import AlignmentOptions
 from fedrot.matching.rotary import RotarySolver
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
-from tests.fedrot.oracles import seeded
+from tests.fedrot.oracles import gap, normal, seeded
 
 KEY_HEADS, FREQUENCIES = 3, 4
 #: One head of large evidence, one of ordinary and one of small.
@@ -26,14 +26,14 @@ def test_the_best_turn_of_every_frequency_is_not_beaten(
     """Evidence from blocks and from cross matrices agrees with what elements make of
     the blocks.
     """
-    dim, options, rng = 2 * FREQUENCIES, fedrot.AlignmentOptions(), seeded(4)
+    dim, options, rng = 2 * FREQUENCIES, AlignmentOptions(), seeded(4)
     group = action(KEY_HEADS, dim, interleaved)
     solver = RotarySolver()
     shape = (KEY_HEADS, dim, 5)
-    a, c = torch.randn(2, KEY_HEADS * dim, 5, generator=rng, dtype=torch.float64)
+    a, c = normal(rng, 2, KEY_HEADS * dim, 5)
     cross = a.reshape(shape) @ c.reshape(shape).mT
     evidence = solver.of_cross(group, cross)
-    assert (solver.similarity(group, [(a, c)]) - evidence).abs().max() <= 1e-12
+    assert gap(solver.similarity(group, [(a, c)]), evidence) <= 1e-12
 
     def reached(element: Tensor) -> Tensor:
         return (a * group.act(element, c, 0)).reshape(KEY_HEADS, -1).sum(1)
@@ -49,7 +49,5 @@ def test_the_best_turn_of_every_frequency_is_not_beaten(
     assert torch.allclose(solver.still(group, evidence), reached(still))
     other = solver.best(group, SIZES * evidence, options)
     assert torch.allclose(best.double(), other.double(), rtol=0, atol=1e-12)
-    kept = solver.best(
-        group, evidence, fedrot.AlignmentOptions(within_heads="permutation")
-    )
+    kept = solver.best(group, evidence, AlignmentOptions(within_heads="permutation"))
     assert not group.moved(kept).any()

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-import fedrot
+from fedrot import AlignmentOptions, Symmetry, SymmetryError, align
 from fedrot.matching import problem as of_problem
 from fedrot.matching.problem import Match, Problem, solver_of, solves, stage_of
 from fedrot.symmetry.actions import HeadRotation, Permutation
@@ -32,7 +32,7 @@ class HeadLinear(HeadRotation):
     """``GL(dim)`` in each head, which contains the rotations."""
 
 
-def _with_reversals(symmetry: fedrot.Symmetry) -> fedrot.Symmetry:
+def _with_reversals(symmetry: Symmetry) -> Symmetry:
     groups = [
         replace(g, action=Reversal(g.action.units)) if g.part == "ffn" else g
         for g in symmetry.groups
@@ -97,13 +97,11 @@ def test_an_action_that_cannot_be_matched_is_refused_by_name(
         for g in symmetry.groups
     )
     name = next(g.name for g in groups if g.part == part)
-    with pytest.raises(fedrot.SymmetryError, match=f"group '{name}' .*{told}"):
-        fedrot.align(state, state, replace(symmetry, groups=groups))
+    with pytest.raises(SymmetryError, match=f"group '{name}' .*{told}"):
+        align(state, state, replace(symmetry, groups=groups))
     # The other groups are matched as ever.
-    rest = fedrot.AlignmentOptions(
-        parts=("ffn",) if part == "attention" else ("attention",)
-    )
-    fedrot.align(state, state, replace(symmetry, groups=groups), rest)
+    rest = AlignmentOptions(parts=("ffn",) if part == "attention" else ("attention",))
+    align(state, state, replace(symmetry, groups=groups), rest)
 
 
 def test_a_registered_solver_is_used_in_the_stage_of_its_action(
@@ -127,8 +125,8 @@ def test_a_registered_solver_is_used_in_the_stage_of_its_action(
             order.append(Move(group, torch.arange(group.action.units).flip(0)))
     client = near(anchor, 0.01)
     moved = apply_moves(client, order)
-    options = fedrot.AlignmentOptions(parts=("ffn",), chance=0)
-    alignment = fedrot.align(moved, anchor, symmetry, options)
+    options = AlignmentOptions(parts=("ffn",), chance=0)
+    alignment = align(moved, anchor, symmetry, options)
     assert called == [len(order)] == [2]
     assert largest_difference(alignment.apply(moved), client) == 0
     assert [row.moved for row in alignment.report.groups] == [

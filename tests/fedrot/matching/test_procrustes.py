@@ -13,14 +13,14 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-import fedrot
+from fedrot import AlignmentOptions, align, random_equivalent
 from fedrot.errors import UpdateError
 from fedrot.matching.procrustes import polar, singular_values
 from fedrot.symmetry.actions import HeadRotation
-from tests.fedrot.oracles import cross, seeded
+from tests.fedrot.oracles import cross, eye, gap, normal, seeded
 from tests.models import CASES, DIM, FEW, HEADS, near, state_of, symmetry_for
 
-ROTATIONS = fedrot.AlignmentOptions(parts=("attention",), chance=0)
+ROTATIONS = AlignmentOptions(parts=("attention",), chance=0)
 
 
 @pytest.mark.parametrize("regime", ["near", "scrambled", "unrelated"])
@@ -32,20 +32,20 @@ def test_rotation_is_not_beaten(name: str, regime: str) -> None:
     names, anchor, symmetry = CASES[name].names, state_of(name), symmetry_for(name)
     update = state_of(name, 6) if regime == "unrelated" else near(anchor, 0.3)
     if regime == "scrambled":
-        update = fedrot.random_equivalent(update, symmetry, 2, ("attention",))
-    alignment = fedrot.align(update, anchor, symmetry, ROTATIONS)
+        update = random_equivalent(update, symmetry, 2, ("attention",))
+    alignment = align(update, anchor, symmetry, ROTATIONS)
     candidates = HeadRotation(200, DIM).random(seeded(3))
     for move in alignment.moves:
         pair = move.group.name.rsplit(".", 1)[1]
         for head in range(HEADS):
             m = cross(anchor, update, names, move.group.layer, head, pair)
             rotation = move.element[head].double()
-            assert (rotation @ rotation.T - torch.eye(DIM)).abs().max() <= 1e-12
+            assert gap(rotation @ rotation.T, torch.eye(DIM)) <= 1e-12
             assert float((candidates * m).sum((1, 2)).max()) < float(
                 (rotation * m).sum()
             )
             product = rotation.T @ m
-            assert (product - product.T).abs().max() <= 1e-9 * m.norm()
+            assert gap(product, product.T) <= 1e-9 * m.norm()
             assert float(torch.linalg.eigvalsh(product).min()) >= -1e-9 * float(
                 m.norm()
             )
@@ -53,7 +53,7 @@ def test_rotation_is_not_beaten(name: str, regime: str) -> None:
 
 
 def test_polar_agrees_with_scipy_and_survives_degenerate_input() -> None:
-    m = torch.randn(5, 3, DIM, DIM, generator=seeded(4), dtype=torch.float64)
+    m = normal(seeded(4), 5, 3, DIM, DIM)
     ours = polar(m)
     for i, j in itertools.product(range(5), range(3)):
         expected, _ = scipy.linalg.polar(m[i, j].numpy())
@@ -64,7 +64,7 @@ def test_polar_agrees_with_scipy_and_survives_degenerate_input() -> None:
     assert torch.equal(polar(torch.zeros(DIM, DIM)).abs(), torch.eye(DIM))
     for flat in (torch.zeros(DIM, DIM), torch.ones(DIM, DIM), 1e-300 * torch.eye(DIM)):
         r = polar(flat.double())
-        assert (r @ r.T - torch.eye(DIM)).abs().max() <= 1e-12
+        assert gap(r @ r.T, torch.eye(DIM)) <= 1e-12
     for solve in (polar, singular_values):
         with pytest.raises(UpdateError, match="overflows"):
             solve(m * torch.inf)
@@ -73,14 +73,14 @@ def test_polar_agrees_with_scipy_and_survives_degenerate_input() -> None:
 def test_an_svd_that_does_not_converge_is_done_by_another_driver(
     monkeypatch: Any,
 ) -> None:
-    m = torch.randn(2, DIM, DIM, generator=seeded(5), dtype=torch.float64)
+    m = normal(seeded(5), 2, DIM, DIM)
     expected = polar(m)
 
     def fails(_: Tensor) -> None:
         raise RuntimeError("did not converge")
 
     monkeypatch.setattr(torch.linalg, "svd", fails)
-    assert (polar(m) - expected).abs().max() <= 1e-12
+    assert gap(polar(m), expected) <= 1e-12
 
 
 def test_rotation_moves_least_where_the_anchor_says_nothing() -> None:
@@ -95,7 +95,7 @@ def test_rotation_moves_least_where_the_anchor_says_nothing() -> None:
     for module in ("query", "key"):
         for leaf in ("weight", "bias"):
             anchor[f"{names.of(0, module)}.{leaf}"][:half] = 0
-    alignment = fedrot.align(update, anchor, symmetry_for(name), ROTATIONS)
+    alignment = align(update, anchor, symmetry_for(name), ROTATIONS)
     found = next(
         m.element[0] for m in alignment.moves if m.group.name == "encoder.layer.0.qk"
     )
@@ -130,18 +130,16 @@ def test_iterated_rotations_are_as_good_as_those_of_the_svd(
     sake.
     """
     rng = seeded(size)
-    eye = torch.eye(size, dtype=torch.float64)
+    unit = eye(size)
     for exponent in np.linspace(0, 12, 49 if size < 64 else 13):
         values = _spectrum(action, size, exponent)
         shape = (2, size, size)
-        u, v = torch.linalg.qr(torch.randn(shape, generator=rng, dtype=torch.float64))[
-            0
-        ]
+        u, v = torch.linalg.qr(normal(rng, shape))[0]
         m = u @ torch.diag(values) @ v
         rotation = polar(m[None], precise=False)[0]
-        assert (rotation.T @ rotation - eye).abs().max() <= 1e-8, exponent
+        assert gap(rotation.T @ rotation, unit) <= 1e-8, exponent
         assert float((rotation * m).sum()) >= (1 - 1e-6) * float(values.sum()), exponent
         if exponent == 0 and action != "deficient":
             # Not by the fallback: this test would compare it with itself.
             assert not torch.equal(rotation, polar(m))
-    assert torch.equal(polar(0 * m[None], precise=False)[0], eye)
+    assert torch.equal(polar(0 * m[None], precise=False)[0], unit)

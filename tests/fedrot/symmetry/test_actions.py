@@ -28,7 +28,7 @@ from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.symmetry.signs import SignedOrders, SignedPermutation
 from fedrot.symmetry.stream import StreamRotation, centred_basis
 from tests import families
-from tests.fedrot.oracles import along, dense, seeded
+from tests.fedrot.oracles import along, dense, eye, gap, normal, seeded
 from tests.models import EVERYTHING, largest_difference
 
 SIZE = 12
@@ -99,7 +99,7 @@ def act(
 
 
 def close(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).abs().max() <= 1e-12)
+    return bool(gap(one, other) <= 1e-12)
 
 
 def test_every_action_has_a_case() -> None:
@@ -114,11 +114,11 @@ def test_actions_are_groups_of_matrices(name: str, seed: int, axis: int) -> None
     rng = seeded(seed)
     first = action.random(rng)
     second = action.random(rng)
-    x = torch.randn(SIZE, SIZE, generator=rng, dtype=torch.float64)
-    m, n, eye = (
+    x = normal(rng, SIZE, SIZE)
+    m, n, unit = (
         matrix(action, first),
         matrix(action, second),
-        torch.eye(SIZE, dtype=torch.float64),
+        eye(SIZE),
     )
     for contravariant in (False, True):
         expected = along(torch.linalg.inv(m).T if contravariant else m, x, axis)
@@ -126,7 +126,7 @@ def test_actions_are_groups_of_matrices(name: str, seed: int, axis: int) -> None
     assert close(act(action, first, x[0], 0), m @ x[0])
     assert close(matrix(action, action.compose(second, first)), n @ m)
     assert close(matrix(action, action.inverse(first)), torch.linalg.inv(m))
-    moved = (m - eye).reshape(action.units, SIZE // action.units, SIZE).abs().amax(
+    moved = (m - unit).reshape(action.units, SIZE // action.units, SIZE).abs().amax(
         (1, 2)
     ) > 1e-6
     assert torch.equal(action.moved(first), moved)
@@ -186,11 +186,11 @@ def test_rotations_have_tangents_angles_and_a_fisher_where_they_are_orders(
     action = KINDS[name][0]
     assert isinstance(action, HeadRotation)
     shape = (action.heads, action.dim, action.dim)
-    directions = torch.eye(math.prod(shape), dtype=torch.float64).reshape(-1, *shape)
+    directions = eye(math.prod(shape)).reshape(-1, *shape)
     elements = [action.exponential(0.3 * direction) for direction in directions]
     assert all(map(action.contains, elements))
     tangents = torch.stack([action.exponential(1e-4 * d).flatten() for d in directions])
-    still = torch.eye(action.dim, dtype=torch.float64).expand(shape)
+    still = eye(action.dim).expand(shape)
     assert (
         torch.linalg.matrix_rank(tangents - still.flatten(), atol=1e-6) == action.free
     )

@@ -23,11 +23,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fedrot
+from fedrot import symmetry_of
 from fedrot.check import Float64
 from tests.families import MEMBERS, Member
-from tests.fedrot.oracles import seeded
-from tests.models import randomise
+from tests.fedrot.oracles import normal, seeded
+from tests.models import State, randomise
 
 LAYERS, WIDTH, HEADS, DIM, NEURONS, EXPERTS = 2, 8, 2, 4, 6, 2
 TOKENS, LENGTH, TYPES, LABELS = 24, 7, 2, 7
@@ -45,34 +45,32 @@ def _ids(rows: int = 35, first: int = 0) -> Tensor:
     return torch.randint(first, TOKENS, (rows, LENGTH), generator=seeded(first + rows))
 
 
-def _text() -> dict[str, Tensor]:
+def _text() -> State:
     return {"input_ids": _ids()}
 
 
-def _typed() -> dict[str, Tensor]:
+def _typed() -> State:
     return {
         **_text(),
         "token_type_ids": torch.randint(TYPES, (35, LENGTH), generator=seeded(1)),
     }
 
 
-def _unpadded() -> dict[str, Tensor]:
+def _unpadded() -> State:
     """MPNet counts positions from its padding token, 1."""
     return {"input_ids": _ids(first=2)}
 
 
-def _pair() -> dict[str, Tensor]:
+def _pair() -> State:
     return {"input_ids": _ids(30), "decoder_input_ids": _ids(31)[:30]}
 
 
-def _image() -> dict[str, Tensor]:
-    pixels = torch.randn(
-        200, 1, 2 * SIDE, 2 * SIDE, generator=seeded(2), dtype=torch.float64
-    )
+def _image() -> State:
+    pixels = normal(seeded(2), 200, 1, 2 * SIDE, 2 * SIDE)
     return {"pixel_values": pixels}
 
 
-def _spread() -> dict[str, Tensor]:
+def _spread() -> State:
     """Sinusoids of neighbouring positions are all but linear: the stream could all but
     turn.
     """
@@ -176,7 +174,7 @@ class Case:
     """
 
     member: Member
-    batch: Callable[[], dict[str, Tensor]]
+    batch: Callable[[], State]
     unused: Counts
     seed: int
 
@@ -220,7 +218,7 @@ CASES = {}
 
 def _add(
     name: str,
-    batch: Callable[[], dict[str, Tensor]],
+    batch: Callable[[], State],
     unused: Counts,
     task: str = _TOKENS,
     seed: int = 0,
@@ -458,9 +456,7 @@ def _jacobian(model: nn.Module, case: Case) -> Tensor:
         with Float64():
             found = model(**{k: v[part::PARTS] for k, v in batch.items()})
         outputs = found["logits"].flatten()
-        mixed = torch.randn(
-            count, len(outputs), generator=seeded(part), dtype=torch.float64
-        )
+        mixed = normal(seeded(part), count, len(outputs))
         derivatives = torch.autograd.grad(
             outputs, parameters, mixed, is_grads_batched=True
         )
@@ -488,6 +484,6 @@ def _nullity(jacobian: Tensor) -> int:
 def test_claimed_and_unused_dimensions_are_all_there_are(name: str) -> None:
     case = CASES[name]
     model = _build(case)
-    symmetry = fedrot.symmetry_of(model.config, model.state_dict())
+    symmetry = symmetry_of(model.config, model.state_dict())
     claimed = sum(group.action.free for group in symmetry.groups)
     assert _nullity(_jacobian(model, case)) == claimed + sum(case.unused.values())

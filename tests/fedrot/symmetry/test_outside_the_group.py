@@ -25,7 +25,7 @@ from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.symmetry.signs import SignedPermutation
 from tests import families
 from tests.families import KINDS, MEMBERS, model_of, outputs, state_of, symmetry_for
-from tests.fedrot.oracles import seeded
+from tests.fedrot.oracles import eye, gap, seeded
 from tests.fedrot.symmetry import traits
 from tests.models import State
 
@@ -77,7 +77,7 @@ def _before(name: str) -> Tensor:
 
 def _changed(name: str, state: State, before: Tensor) -> float:
     """Return the largest change of an output, relative to the largest output."""
-    return float((outputs(name, state) - before).abs().max() / before.abs().max())
+    return float(gap(outputs(name, state), before) / before.abs().max())
 
 
 def _change(name: str, *moves: Move) -> float:
@@ -204,10 +204,10 @@ def rotary_heads_neither_reflect_nor_rotate(name: str) -> Changes:
     for group in _of_kind(name, RotaryPhases, RotarySigns):
         heads = group.action.heads
         dim = group.action.dim
-        eye = torch.eye(dim, dtype=torch.float64)
-        reflection = eye.clone()
+        unit = eye(dim)
+        reflection = unit.clone()
         reflection[0, 0] = -1
-        exchanged = eye[torch.arange(dim).reshape(2, -1).roll(1, 1).flatten()]
+        exchanged = unit[torch.arange(dim).reshape(2, -1).roll(1, 1).flatten()]
         action = HeadRotation(heads, dim)
         elements = [m.repeat(heads, 1, 1) for m in (reflection, exchanged)]
         elements.append(action.random(seeded(2)))
@@ -241,9 +241,9 @@ def heads_do_not_mix(name: str) -> Changes:
     for values in _groups(name, lambda g: g.name.endswith("vo")):
         heads = values.action.heads
         dim = values.action.dim
-        turn = torch.eye(heads, dtype=torch.float64)
+        turn = eye(heads)
         turn[:2, :2] = torch.tensor([[0.8, -0.6], [0.6, 0.8]])
-        mixing = torch.kron(turn, torch.eye(dim, dtype=torch.float64))[None]
+        mixing = torch.kron(turn, eye(dim))[None]
         scores = groups[f"{values.name.removesuffix('vo')}qk"]
         # Phases move a part of each head: what moves with all of it and is no value is
         # query or key.

@@ -13,20 +13,30 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedrot
+from fedrot import (
+    AlignmentOptions,
+    SymmetryError,
+    align,
+    random_equivalent,
+    supported,
+    symmetry_of,
+)
 from fedrot.symmetry import DEFAULT_PARTS, NO_LAYER
 from tests import families, models
+from tests.fedrot.oracles import gap
 from tests.models import (
     EVERYTHING,
     WIDTH,
+    Settings,
     State,
     config_of,
     largest_difference,
     state_of,
     symmetry_for,
+    tensors_of,
 )
 
-Config = dict[str, Any]
+Config = Settings
 Change = Callable[[Config, State], Any]
 LAYER = "bert.encoder.layer.1."
 QUERY, KEY = (
@@ -76,7 +86,7 @@ def test_wrapped_models_are_described_like_their_own(name: str, change: Any) -> 
     plain = symmetry_for(name)
     state = {change(key): t for key, t in state_of(name).items()}
     assert len(state) == len(plain.shapes)
-    symmetry = fedrot.symmetry_of(config_of(name), state)
+    symmetry = symmetry_of(config_of(name), state)
     assert list(symmetry.groups) == [
         replace(g, slots=tuple(replace(s, tensor=change(s.tensor)) for s in g.slots))
         for g in plain.groups
@@ -85,8 +95,8 @@ def test_wrapped_models_are_described_like_their_own(name: str, change: Any) -> 
     assert symmetry.shapes == {
         change(key): shape for key, shape in plain.shapes.items()
     }
-    moved = fedrot.random_equivalent(state, symmetry, 3, EVERYTHING)
-    expected = fedrot.random_equivalent(state_of(name), plain, 3, EVERYTHING)
+    moved = random_equivalent(state, symmetry, 3, EVERYTHING)
+    expected = random_equivalent(state_of(name), plain, 3, EVERYTHING)
     assert (
         largest_difference(moved, {change(key): t for key, t in expected.items()}) == 0
     )
@@ -95,10 +105,10 @@ def test_wrapped_models_are_described_like_their_own(name: str, change: Any) -> 
 @pytest.mark.parametrize("name", models.EVERY)
 def test_shapes_alone_and_dictionaries_give_the_same_groups(name: str) -> None:
     state, config, full = state_of(name), config_of(name), symmetry_for(name)
-    assert fedrot.symmetry_of(config.to_dict(), state) == full
+    assert symmetry_of(config.to_dict(), state) == full
     meta = {key: tensor.to("meta") for key, tensor in state.items()}
     for tensors in ({key: list(tensor.shape) for key, tensor in state.items()}, meta):
-        described = fedrot.symmetry_of(config, tensors)
+        described = symmetry_of(config, tensors)
         assert described == replace(full, tied=())
 
 
@@ -109,7 +119,7 @@ def test_short_floats_and_integers_that_are_no_weights_are_fine(
     state = state_of(models.FEW[0], dtype=dtype) | {
         "bert.embeddings.position_ids": torch.arange(40)[None]
     }
-    assert fedrot.symmetry_of(config_of(models.FEW[0]), state).refused == {}
+    assert symmetry_of(config_of(models.FEW[0]), state).refused == {}
 
 
 def test_the_rotary_share_of_older_configurations_is_read() -> None:
@@ -122,9 +132,9 @@ def test_the_rotary_share_of_older_configurations_is_read() -> None:
         name: tuple(tensor.shape)
         for name, tensor in families.state_of("gpt-neox").items()
     }
-    expected = fedrot.symmetry_of(families.config_of("gpt-neox"), shapes)
+    expected = symmetry_of(families.config_of("gpt-neox"), shapes)
     for other in (share, 1.0):
-        found = fedrot.symmetry_of({**config, "rotary_pct": other}, shapes)
+        found = symmetry_of({**config, "rotary_pct": other}, shapes)
         assert (found.groups == expected.groups) == (other == share)
 
 
@@ -186,7 +196,7 @@ REFUSED = {
         f"architecture {action}": (
             BERT,
             setting(model_type=action),
-            (str(action), FIRST, *fedrot.supported()),
+            (str(action), FIRST, *supported()),
         )
         for action in ("xlnet", "gemma3", None)
     },
@@ -337,15 +347,15 @@ def test_models_are_refused_in_words(name: str, change: Change, words: Any) -> N
     config = config_of(name).to_dict()
     state = state_of(name)
     change(config, state)
-    with pytest.raises(fedrot.SymmetryError) as caught:
-        fedrot.symmetry_of(config, state)
+    with pytest.raises(SymmetryError) as caught:
+        symmetry_of(config, state)
     assert all(word in str(caught.value) for word in words)
 
 
 @pytest.mark.parametrize("config", ["bert", 3, None, [("model_type", "bert")]])
 def test_a_config_of_another_type_is_refused(config: object) -> None:
-    with pytest.raises(fedrot.SymmetryError, match="config"):
-        fedrot.symmetry_of(config, state_of(BERT))
+    with pytest.raises(SymmetryError, match="config"):
+        symmetry_of(config, state_of(BERT))
 
 
 # Parts that are refused, and all others that move
@@ -410,36 +420,33 @@ def test_parts_are_refused_and_all_others_move(
 ) -> None:
     state = state_of(name)
     change({}, state)
-    symmetry = fedrot.symmetry_of(config_of(name), state)
+    symmetry = symmetry_of(config_of(name), state)
     assert set(symmetry.refused) == {*parts}
     for part in parts:
         told = rf"'{part}'[^$]*{re.escape(word)}"
         asked = (*DEFAULT_PARTS, part)
-        with pytest.raises(fedrot.SymmetryError, match=told):
-            fedrot.random_equivalent(state, symmetry, 1, asked)
-        with pytest.raises(fedrot.SymmetryError, match=told):
-            fedrot.align(state, state, symmetry, fedrot.AlignmentOptions(parts=asked))
+        with pytest.raises(SymmetryError, match=told):
+            random_equivalent(state, symmetry, 1, asked)
+        with pytest.raises(SymmetryError, match=told):
+            align(state, state, symmetry, AlignmentOptions(parts=asked))
     rest = tuple(part for part in EVERYTHING if part not in parts)
     assert {g for g in symmetry.groups if g.layer != NO_LAYER} <= {
         *symmetry.select(rest)
     }
-    moved = fedrot.random_equivalent(state, symmetry, 1, rest)
+    moved = random_equivalent(state, symmetry, 1, rest)
     changed = {key for key in state if not torch.equal(moved[key], state[key])}
-    assert changed == {
-        slot.tensor for group in symmetry.select(rest) for slot in group.slots
-    }
+    assert changed == tensors_of(symmetry.select(rest))
     shapes = {key: t.shape for key, t in state_of(name).items()}
     known = {key: t for key, t in moved.items() if shapes.get(key) == t.shape}
     if known.keys() == shapes.keys():
         assert (
-            models.logits(name, known) - models.logits(name, state_of(name))
-        ).abs().max() <= 1e-10
+            gap(models.logits(name, known), models.logits(name, state_of(name)))
+            <= 1e-10
+        )
 
 
 def test_a_head_that_reads_the_stream_may_be_tied_to_a_table_on_it() -> None:
     shared = dict.fromkeys((POSITIONS, "classifier.weight"), ones(3, WIDTH))
-    symmetry = fedrot.symmetry_of(
-        config_of("bert-tokens"), state_of("bert-tokens") | shared
-    )
+    symmetry = symmetry_of(config_of("bert-tokens"), state_of("bert-tokens") | shared)
     assert symmetry.tied == ((POSITIONS, "classifier.weight"),)
     assert not symmetry.refused

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from tests.families import ALIBI, FIXED, MEMBERS
+from tests.models import Parts
 
 
-def _words(*lines: str) -> tuple[str, ...]:
+def _words(*lines: str) -> Parts:
     return tuple(" ".join(lines).split())
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from fedrot.task_head.losses import TEMPERATURES, LossSums
 from fedrot.task_head.outputs import SINGLE
 from fedrot.task_head.sums import ClassSums
 from tests.families import inputs
 from tests.fedrot.oracles import Array, seeded
+from tests.models import State
 
 CLASSES = 3
 
@@ -41,7 +42,7 @@ TOKENS = ("deberta-embedding", "gpt-neox-tokens", "falcon-rw")
 #: Those that read the last token, at the layer that all tokens pass.
 DECODERS = tuple(name for name, head in LAST.items() if head == "score")
 
-Batch = dict[str, Tensor]
+Batch = State
 
 
 def batch_for(name: str, rows: int, seed: int = 0) -> Batch:
@@ -99,6 +100,18 @@ def loss_of(logits: Array, labels: Array, temperature: float) -> Array:
     """Return the cross entropy of every row, from its definition."""
     apart = (logits - logits.max(1, keepdims=True)) / temperature
     return np.log(np.exp(apart).sum(1)) - apart[np.arange(len(labels)), labels]
+
+
+def answer(*means: float, rows: int = 100, deviation: float = 0.0) -> LossSums:
+    """Return a client's losses of models, by their means.
+
+    Losses of rows differ from the first model's by the means' difference, with a
+    deviation.
+    """
+    grid = torch.tensor(means).double().unsqueeze(1).repeat(1, len(TEMPERATURES))
+    squares = (grid - grid[0]) ** 2 + deviation**2
+    counts = torch.tensor([rows, *[0] * len(means)]).double()
+    return LossSums(grid * rows, squares * rows, counts)
 
 
 def sums_of(

@@ -30,7 +30,7 @@ from fedrot.task_head.losses import (
     with_temperature,
 )
 from tests.families import model_of, state_of
-from tests.fedrot.oracles import seeded
+from tests.fedrot.oracles import normal, seeded
 from tests.fedrot.task_head.classifiers import (
     CLASSES,
     LAST,
@@ -151,7 +151,7 @@ def test_the_best_temperature_is_within_a_step_of_the_optimum(
     seed: int, sharpness: float
 ) -> None:
     generator = seeded(seed)
-    sure = 2 * torch.randn(60, CLASSES, generator=generator, dtype=torch.float64)
+    sure = 2 * normal(generator, 60, CLASSES)
     labels = torch.multinomial(sure.softmax(1), 1, generator=generator)[:, 0].numpy()
     logits = (sharpness * sure).numpy()
     losses = [loss_of(logits, labels, t).sum() for t in TEMPERATURES]

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.task_head.fit import fitted_task_head, fitted_task_heads, with_task_head
@@ -40,7 +41,7 @@ from fedrot.task_head.sums import ClassSums, collect_classes
 from tests.fedrot.collect.tiny import batch_of, tiny_classifier
 from tests.fedrot.oracles import Array, seeded
 from tests.fedrot.task_head.classifiers import CLASSES, sums_of, unlabelled
-from tests.models import randomise
+from tests.models import State, randomise
 
 SEEDS = st.integers(0, 2**32 - 1)
 ANY = st.sampled_from((*OUTPUT_KINDS,))
@@ -200,8 +201,8 @@ def test_a_class_without_rows_is_never_the_most_likely(
     assert not bool(weight[1].any())
     # The classes with rows have the head that they would have alone.
     alone = fitted_task_head(sums_of(features, labels // 2, outputs=2), shrinkage)
-    torch.testing.assert_close(weight[[0, 2]], alone[0])
-    torch.testing.assert_close(bias[[0, 2]], alone[1])
+    assert_close(weight[[0, 2]], alone[0])
+    assert_close(bias[[0, 2]], alone[1])
 
 
 def test_a_label_of_no_row_or_of_every_row_has_log_odds_alone() -> None:
@@ -235,7 +236,7 @@ def test_priors_take_the_place_of_the_shares_of_classes() -> None:
     )
     assert torch.equal(weight, same)
     expected = bias + (priors / 16).log() + math.log(CLASSES)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -268,87 +269,54 @@ def _with(value: Tensor, place: Any, entry: float) -> Tensor:
     return changed
 
 
-Change = Callable[[Any], dict[str, Any]]
-CONTRADICT = "inside the classes"
 #: Sums that no rows have: a change of good ones, and a word of the error.
 BAD = [
-    (SINGLE, lambda s: {"counts": s.counts.float()}, "'counts' are torch.float32"),
-    (
-        SINGLE,
-        lambda s: {"counts": s.counts[:2]},
-        r"'counts' are torch.float64 of shape \[2\]",
-    ),
-    (SINGLE, lambda s: {"sums": s.sums.to_sparse()}, "'sums' is sparse"),
-    (
-        SINGLE,
-        lambda s: {"gram": s.gram[:4]},
-        r"'gram' are torch.float64 of shape \[4, 5\]",
-    ),
-    (SINGLE, lambda s: {"gram": s.gram.to("meta")}, "'gram' is on the device 'meta'"),
-    (SINGLE, lambda s: {"counts": _with(s.counts, 0, np.nan)}, "'counts' hold NaN"),
-    (SINGLE, lambda s: {"gram": _with(s.gram, (0, 0), -np.inf)}, "'gram' hold NaN"),
-    (SINGLE, lambda s: {"counts": _with(s.counts, 0, -1)}, "counts .* are negative"),
-    (SINGLE, lambda s: {"counts": 0 * s.counts, "sums": 0 * s.sums}, "counts .* all 0"),
-    (
-        SINGLE,
-        lambda s: {"counts": _with(s.counts, 1, 0)},
-        "without rows",
-    ),
-    (SINGLE, lambda s: {"gram": _with(s.gram, (0, 1), 90)}, "symmetric"),
-    (SINGLE, lambda s: {"gram": _with(s.gram, (2, 2), 0)}, "negative eigenvalues"),
-    (SINGLE, lambda s: {"sums": 3 * s.sums}, CONTRADICT),
-    (SINGLE, lambda s: {"counts": s.counts / 9}, CONTRADICT),
-    (SEVERAL, lambda s: {"counts": -s.counts}, "not positive"),
-    (REGRESSION, lambda s: {"counts": 0 * s.counts}, "not positive"),
-    (
-        SEVERAL,
-        lambda s: {"counts": s.counts * torch.tensor([1, -1, 1, 1])},
-        "contradict",
-    ),
-    (
-        SEVERAL,
-        lambda s: {"counts": s.counts * torch.tensor([1, 1, 9, 1])},
-        "contradict",
-    ),
-    (
-        SEVERAL,
-        lambda s: {"counts": s.counts * torch.tensor([1, 0, 1, 1])},
-        "contradict",
-    ),
-    (
-        SEVERAL,
-        lambda s: {"sums": s.sums * torch.tensor([1, 1, 1, 4])[:, None]},
-        "contradict",
-    ),
-    (REGRESSION, lambda s: {"gram": s.gram / 9}, "negative eigenvalues"),
+    (SINGLE, "counts", lambda v: v.float(), "'counts' are torch.float32"),
+    (SINGLE, "counts", lambda v: v[:2], r"'counts' .*\[2\]"),
+    (SINGLE, "sums", lambda v: v.to_sparse(), "'sums' is sparse"),
+    (SINGLE, "gram", lambda v: v[:4], r"'gram' .*\[4, 5\]"),
+    (SINGLE, "gram", lambda v: v.to("meta"), "'gram' is on the device 'meta'"),
+    (SINGLE, "counts", lambda v: _with(v, 0, np.nan), "'counts' hold NaN"),
+    (SINGLE, "gram", lambda v: _with(v, (0, 0), -np.inf), "'gram' hold NaN"),
+    (SINGLE, "counts", lambda v: _with(v, 0, -1), "counts .* are negative"),
+    (SINGLE, "counts", lambda v: 0 * v, "counts .* all 0"),
+    (SINGLE, "counts", lambda v: _with(v, 1, 0), "without rows"),
+    (SINGLE, "gram", lambda v: _with(v, (0, 1), 90), "symmetric"),
+    (SINGLE, "gram", lambda v: _with(v, (2, 2), 0), "negative eigenvalues"),
+    (SINGLE, "sums", lambda v: 3 * v, "inside the classes"),
+    (SINGLE, "counts", lambda v: v / 9, "inside the classes"),
+    (SEVERAL, "counts", lambda v: -v, "not positive"),
+    (REGRESSION, "counts", lambda v: 0 * v, "not positive"),
+    (SEVERAL, "counts", lambda v: _with(v, 1, -v[1]), "contradict"),
+    (SEVERAL, "counts", lambda v: _with(v, 2, 9 * v[2]), "contradict"),
+    (SEVERAL, "counts", lambda v: _with(v, 1, 0), "contradict"),
+    (SEVERAL, "sums", lambda v: _with(v, 3, 4 * v[3]), "contradict"),
+    (REGRESSION, "gram", lambda v: v / 9, "negative eigenvalues"),
 ]
 BAD_PACKED = [
-    (lambda s: {"gram": s.pop("scatter")}, "'gram': .* not .*'scatter'"),
-    (
-        lambda s: {"sums": s["sums"].double()},
-        "'sums': .'torch.float64'.* not .*'torch.float32'",
-    ),
-    (lambda s: {"scatter": s["scatter"] * np.nan}, "hold NaN"),
-    (lambda s: {"scatter": _with(s["scatter"], 1, 90)}, "negative eigenvalues"),
-    (lambda s: {"counts": 0 * s["counts"]}, "counts .* all 0"),
+    ("gram", lambda v: v, "'gram': .* not .*'scatter'"),
+    ("sums", lambda v: v.double(), "'sums': .*float64'.* not .*float32'"),
+    ("scatter", lambda v: v * np.nan, "hold NaN"),
+    ("scatter", lambda v: _with(v, 1, 90), "negative eigenvalues"),
+    ("counts", lambda v: 0 * v, "counts .* all 0"),
 ]
 
 
-@pytest.mark.parametrize(("problem", "change", "message"), BAD)
+@pytest.mark.parametrize(("problem", "name", "change", "message"), BAD)
 def test_sums_that_no_rows_have_are_refused(
-    problem: str, change: Change, message: str
+    problem: str, name: str, change: Any, message: str
 ) -> None:
     sums = sums_of(*drawn(problem), problem)
     with pytest.raises(UpdateError, match=message):
-        replace(sums, **change(sums))
+        replace(sums, **{name: change(getattr(sums, name))})
 
 
-@pytest.mark.parametrize(("change", "message"), BAD_PACKED)
+@pytest.mark.parametrize(("name", "change", "message"), BAD_PACKED)
 def test_packed_sums_that_no_rows_have_are_refused(
-    change: Change, message: str
+    name: str, change: Any, message: str
 ) -> None:
     arrays = sums_of(*drawn(SINGLE)).packed()
-    arrays |= change(arrays)
+    arrays[name] = change(arrays.get(name, arrays["scatter"]))
     with pytest.raises(UpdateError, match=message):
         ClassSums.unpacked(arrays, (CLASSES, 5))
 
@@ -400,35 +368,27 @@ def test_sums_that_determine_no_head_are_refused(call: Any, message: str) -> Non
 # Models of several labels and of regressions
 
 
-def batches_of(problem: str, outputs: int = CLASSES) -> list[dict[str, Tensor]]:
+def batches_of(problem: str, outputs: int = CLASSES) -> list[State]:
     """Return two batches, in each of which one row has no labels."""
     found = [batch_of(rows, rows) for rows in (20, 5)]
-    for batch in found:
-        values = torch.randn(
-            len(batch["input_ids"]), outputs, generator=seeded(len(batch["input_ids"]))
-        )
+    for rows, batch in zip((20, 5), found, strict=True):
+        values = torch.randn(rows, outputs, generator=seeded(rows))
         batch["labels"] = (values > 0).float() if problem == SEVERAL else values
         batch["labels"][2] = torch.nan
     return found
 
 
-def logits_of(model: Any, batches: list[dict[str, Tensor]]) -> Tensor:
+def logits_of(model: Any, batches: list[State]) -> Tensor:
+    model = copy.deepcopy(model).eval()
     with torch.no_grad():
-        return torch.cat(
-            [copy.deepcopy(model).eval()(**unlabelled(b)).logits for b in batches]
-        )
+        return torch.cat([model(**unlabelled(batch)).logits for batch in batches])
 
 
-def loss(
-    logits: Tensor, labels: Tensor, problem: str, temperature: float = 1.0
-) -> float:
-    """Return the summed loss, from its definition."""
-    if problem == REGRESSION:
-        return float(((logits - labels) ** 2).sum())
-    probability = 1 / (1 + (-logits / temperature).exp())
-    return float(
-        -(labels * probability.log() + (1 - labels) * (1 - probability).log()).sum()
-    )
+#: The loss of every output, from its definition.
+LOSSES = {
+    REGRESSION: lambda logits, labels: (logits - labels) ** 2,
+    SEVERAL: lambda logits, labels: (1 + (-logits).exp()).log() + (1 - labels) * logits,
+}
 
 
 @pytest.mark.parametrize(
@@ -443,72 +403,67 @@ def loss(
 def test_a_model_has_the_head_and_losses_of_its_rows(
     kind: str, problem: Any, outputs: int
 ) -> None:
-    model = (
-        randomise(tiny_classifier(kind, num_labels=outputs, problem_type=problem))
-        .double()
-        .train()
-    )
+    model = tiny_classifier(kind, num_labels=outputs, problem_type=problem)
+    model = randomise(model).double().train()
     name = problem_type_of(model.config)
-    bare = copy.deepcopy(model)
+    several = name == SEVERAL
     batches = batches_of(name, outputs)
-    head = task_head_of(model.config, model.state_dict())
+    state = model.state_dict()
+    head = task_head_of(model.config, state)
+    bare = copy.deepcopy(model)
     setattr(bare, head, nn.Identity())
     labels = torch.cat([batch["labels"] for batch in batches]).double()
     kept = ~labels.isnan().any(1)
-    features = logits_of(bare, batches)[kept]
     labels = labels[kept]
+    features = logits_of(bare, batches)[kept]
     found = collect_classes(model, batches, head)
     expected = sums_of(features.numpy(), labels.numpy(), name)
     for field in ("counts", "sums", "gram"):
-        torch.testing.assert_close(getattr(found, field), getattr(expected, field))
-    before, (weight, bias) = (
-        collect_losses(model, batches),
-        fitted_task_head(found, 0.1, bias=kind == "bert"),
-    )
-    model.load_state_dict(with_task_head(model.state_dict(), head, weight, bias))
+        assert_close(getattr(found, field), getattr(expected, field))
+    before = collect_losses(model, batches).losses
+    weight, bias = fitted_task_head(found, 0.1, bias=kind == "bert")
+    model.load_state_dict(with_task_head(state, head, weight, bias))
     after = collect_losses(model, batches)
     logits = features @ weight.mT + bias
-    torch.testing.assert_close(logits_of(model, batches)[kept], logits)
+    assert_close(logits_of(model, batches)[kept], logits)
     for temperature, value in zip(TEMPERATURES, after.losses[0].tolist(), strict=True):
-        assert value == pytest.approx(loss(logits, labels, name, temperature))
-    assert after.losses[0, ONE] < before.losses[0, ONE]
-    right = int(((logits > 0) == (labels > 0)).all(1).sum()) if name == SEVERAL else 0
+        cooled = logits / temperature if several else logits
+        assert value == pytest.approx(float(LOSSES[name](cooled, labels).sum()))
+    assert after.losses[0, ONE] < before[0, ONE]
+    right = ((logits > 0) == (labels > 0)).all(1).sum() * several
     assert after.counts.tolist() == [23, right]
-    assert name == SEVERAL or best_temperature(after) == 1
-    heads = TaskHeads(
-        weight.expand(2, -1, -1), bias.expand(2, -1), torch.tensor([-1, 0])
-    )
+    assert several or best_temperature(after) == 1
+    partners = torch.tensor([-1, 0])
+    heads = TaskHeads(weight.expand(2, -1, -1), bias.expand(2, -1), partners)
     both = compare_losses([model], batches, head, [heads])
-    torch.testing.assert_close(both.losses, after.losses.expand(2, -1))
-    torch.testing.assert_close(
-        both.squares, torch.cat([after.squares, 0 * after.squares])
-    )
+    assert_close(both.losses, after.losses.expand(2, -1))
+    assert_close(both.squares, torch.cat([after.squares, 0 * after.squares]))
 
 
 @pytest.mark.parametrize(
     ("problem", "labels", "message"),
     [
-        (SEVERAL, torch.ones(5, 3).long(), r"labels are torch.int64 \[5, 3\]"),
-        (
-            SEVERAL,
-            torch.ones(5),
-            r"labels are torch.float32 \[5\], the logits \[5, 3\]",
-        ),
-        (SEVERAL, torch.full((5, 3), 0.5), "each 0 or 1"),
-        (REGRESSION, torch.full((5, 3), torch.inf), "each finite"),
-        (
-            REGRESSION,
-            torch.tensor([[1, torch.nan, 1]] * 5),
-            "NaN for all labels of a row",
-        ),
-        (REGRESSION, torch.full((5, 3), torch.nan), "No row"),
-        (SINGLE, torch.ones(5, 3), "set the problem_type"),
+        (SEVERAL, [[1, 1, 1]] * 5, r"int64 \[5, 3\]"),
+        (SEVERAL, [1.0] * 5, r"float32 \[5\], the logits \[5, 3\]"),
+        (SEVERAL, [[0.5] * 3] * 5, "each 0 or 1"),
+        (REGRESSION, [[torch.inf] * 3] * 5, "each finite"),
+        (REGRESSION, [[1, torch.nan, 1]] * 5, "NaN for all labels of a row"),
+        (REGRESSION, [[torch.nan] * 3] * 5, "No row"),
+        (SINGLE, [[1.0] * 3] * 5, "set the problem_type"),
+        (SINGLE, [-100] * 5, "No row"),
+        (SINGLE, None, "no 'labels'"),
+        (SINGLE, [0, 0, 0, 0, 3], "label is 3, but the model has 3 classes"),
+        (SINGLE, [0.0] * 5, r"float32 \[5\]"),
+        (SINGLE, [0] * 4, r"int64 \[4\], the logits \[5, 3\]"),
     ],
 )
 def test_labels_of_another_problem_are_refused(
-    problem: str, labels: Tensor, message: str
+    problem: str, labels: Any, message: str
 ) -> None:
     model = tiny_classifier("bert", num_labels=3, problem_type=problem)
-    batch = batches_of(SEVERAL)[1]
-    with pytest.raises(FedrotError, match=message):
-        collect_losses(model, [{**batch, "labels": labels}])
+    batch = batch_of(5, 5)
+    if labels is not None:
+        batch["labels"] = torch.tensor(labels)
+    for collect in (collect_losses, partial(collect_classes, task_head="classifier")):
+        with pytest.raises(FedrotError, match=message):
+            collect(model, [batch])

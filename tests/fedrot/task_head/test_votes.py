@@ -1,0 +1,175 @@
+"""Votes: rows and centres against what a quarter of the clients can do, and where rules
+begin.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedrot.task_head.losses import ONE
+from fedrot.task_head.votes import (
+    FEWEST,
+    LEAST_RANGE,
+    MOST,
+    Change,
+    Votes,
+    capped,
+    centre,
+)
+from tests.fedrot.task_head.classifiers import answer
+
+#: Numbers of rows and values of up to 16 clients.
+CLIENTS = st.lists(
+    st.tuples(st.integers(1, 1000), st.floats(-9, 9)), min_size=1, max_size=16
+)
+
+
+def weights_of(rows: Any) -> Tensor:
+    return torch.tensor(capped([*rows]), dtype=torch.float64)
+
+
+def slow_centre(values: Any, weights: list[float]) -> float:
+    """Return the centre of many copies of each value, one for each thousandth of the
+    weight.
+    """
+    copies = sorted(
+        v for v, w in zip(values, weights, strict=True) for _ in range(round(w * 1000))
+    )
+    heaviest = sorted(weights)[len(weights) - len(weights) // 4 :]
+    cut = min(round(sum(heaviest) * 1000), (len(copies) - 1) // 2)
+    kept = copies[cut : len(copies) - cut]
+    return sum(kept) / len(kept)
+
+
+@settings(max_examples=200, deadline=None)
+@given(clients=CLIENTS)
+def test_the_centre_is_the_mean_of_what_is_left_in_the_middle(clients: Any) -> None:
+    rows, values = zip(*clients, strict=True)
+    weights = weights_of(rows)
+    shares = weights / weights.sum()
+    of_clients = torch.tensor(values, dtype=torch.float64)
+    found = float(centre(of_clients, weights))
+    assert found == pytest.approx(slow_centre(values, shares.tolist()), abs=0.1)
+    if len(rows) < 4:
+        assert found == pytest.approx(float(shares @ of_clients), abs=1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.lists(st.integers(1, 10**12), min_size=4, max_size=4))
+def test_no_client_of_four_has_half_of_the_rows(rows: Any) -> None:
+    weights = capped(rows)
+    assert max(weights) < sum(weights) / 2
+    for weight, count in zip(weights, rows, strict=True):
+        assert weight == count or count > MOST * sorted(rows)[1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    clients=CLIENTS,
+    lies=st.lists(st.tuples(st.integers(1, 10**12), st.floats(-1e6, 1e6)), max_size=4),
+)
+def test_a_quarter_of_the_clients_turns_nothing(clients: Any, lies: Any) -> None:
+    """The guarantee of docs/how-to/different-labels.md, for any honest changes of loss
+    and any lies.
+    """
+    rows, changes = zip(*clients, *lies[: len(clients) // 3], strict=True)
+    weights = weights_of(rows)
+    reach = 1 + LEAST_RANGE
+    values = torch.tensor(changes, dtype=torch.float64).clamp(-reach, reach)
+    honest = values[: len(clients)]
+    found = centre(values, weights)
+    assert honest.min() - 1e-9 <= found <= honest.max() + 1e-9
+    votes = Votes([answer(1.0, rows=count) for count in rows], ["old"])
+    assert float(votes.change(1 + values, values * 0 + 1)) == pytest.approx(
+        float(found)
+    )
+    if found <= 0:
+        quarter = weights.topk(len(weights) // 4).values.sum()
+        shares = weights[: len(clients)] / weights[: len(clients)].sum()
+        assert shares @ honest <= quarter / (weights.sum() - quarter) * reach + 1e-9
+
+
+def test_a_huge_loss_of_the_servers_model_counts_against_it() -> None:
+    """Three honest clients whose old losses are huge, and one that lies about both."""
+    votes = Votes([answer(1e6)] * 3 + [answer(0.0)], ["old"])
+    new = torch.tensor([2.0, 2.0, 2.0, 1e6]).double()
+    change = votes.change(new, votes.means("old")[:, ONE])
+    assert float(change) == pytest.approx(2 - 1e6)
+
+
+@pytest.mark.parametrize(
+    ("others", "two", "pays"),
+    [
+        pytest.param(-0.01, 0.02, True, id="the mean falls"),
+        pytest.param(-0.01, 0.04, False, id="the mean rises"),
+        pytest.param(-0.09, 9.0, False, id="the others lose less than 5 %"),
+        pytest.param(-0.11, 9.0, True, id="the others lose more than 5 %"),
+        pytest.param(0.01, 0.0, False, id="nobody gains"),
+    ],
+)
+def test_groups_that_few_clients_need_stay(
+    others: float, two: float, pays: bool
+) -> None:
+    """Of eight clients, two lose. A change counts up to 2, and 0.1 of the others' loss
+    is tolerated.
+    """
+    answers = [answer(1.0, 1.0 + change) for change in [others] * 6 + [two] * 2]
+    votes = Votes(answers, ["fitted", "without"])
+    assert votes.pays(without="without", fitted="fitted") is pays
+
+
+def harmful(means: list[float], deviation: float = 0.0) -> list[int]:
+    """Return which groups four clients of one mind leave out.
+
+    The losses are of the old model, the fitted one, and those without a group each.
+    """
+    old, fitted, *without = range(len(means))
+    votes = Votes([answer(*means, deviation=deviation)] * 4, [old, fitted, *without])
+    return votes.harmful(fitted, dict(enumerate(without)))
+
+
+@pytest.mark.parametrize(
+    ("means", "deviation", "left_out"),
+    [
+        pytest.param([1.0, 0.8, 0.7, 0.9], 0.1, [0], id="a clear gain"),
+        pytest.param([1.0, 0.8, 0.79, 0.9], 9.0, [], id="a gain within the error"),
+        pytest.param([1.0, 1.2, 1.19, 1.3], 9.0, [0], id="no better than the old"),
+        pytest.param([1.0, 0.8, 0.8, 0.9], 0.0, [], id="no gain"),
+    ],
+)
+def test_a_group_is_left_out_for_a_gain_beyond_the_error(
+    means: list[float], deviation: float, left_out: list[int]
+) -> None:
+    _, fitted, *_ = means
+    assert harmful([*means, fitted, fitted], deviation) == left_out
+
+
+@pytest.mark.parametrize(("groups", "most"), [(4, 1), (7, 1), (8, 2)])
+def test_at_most_a_quarter_of_the_groups_is_left_out(groups: int, most: int) -> None:
+    """All groups harm; those with the largest gains go first."""
+    worst = list(range(groups - most, groups))
+    without = [0.9 - 0.01 * (1 + group) for group in range(groups)]
+    assert harmful([1.0, 0.9, *without]) == worst
+    assert most == groups // FEWEST
+
+
+@pytest.mark.parametrize(
+    ("centre", "mean", "error", "decisive"),
+    [
+        (-0.3, 0.5, 0.2, -0.3),
+        (-0.1, 0.05, 0.2, 0.05),
+        (-0.1, 0.5, 0.2, 0.2),
+        (0.1, -0.5, 0.2, -0.2),
+        (0.2, -0.1, 0.2, -0.1),
+    ],
+)
+def test_within_its_error_the_centre_gives_way_to_the_mean(
+    centre: float, mean: float, error: float, decisive: float
+) -> None:
+    assert Change(centre, mean, error).decisive == decisive

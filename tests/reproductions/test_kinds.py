@@ -30,6 +30,7 @@ from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 from reproductions.ensemble import Ensemble, with_state
+from tests.simulations.commands import Fields
 
 SMALL = {
     "train_limit": 64,
@@ -50,7 +51,7 @@ OF_LORA = {
 }
 
 
-def rival(name: str, **options: Any) -> dict[str, Any]:
+def rival(name: str, **options: Any) -> Fields:
     return {"name": name, "kind": "rival", "options": options}
 
 
@@ -124,7 +125,7 @@ REFUSED = (
 
 @pytest.mark.parametrize(("strategy", "changes", "said"), REFUSED)
 def test_what_does_not_go_together_is_refused(
-    strategy: dict[str, Any], changes: dict[str, Any], said: str
+    strategy: Fields, changes: Fields, said: str
 ) -> None:
     given = {"strategies": [{"name": "x", **strategy}], **changes}
     given |= {"model": "some/model"} if "lora" in changes else {}

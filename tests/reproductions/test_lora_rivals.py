@@ -4,8 +4,6 @@ alternating factors.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,6 +23,7 @@ from tests.fedrot.lora.test_averaging import (
     product,
     updates,
 )
+from tests.simulations.commands import Fields
 
 A, B = "lora_A.weight", "lora_B.weight"
 FOLDED = [
@@ -178,7 +177,7 @@ def test_rotations_by_one_factor_in_turns(server_round: int, kept: str) -> None:
         ({"method": "exact", "by": "alternate"}, "by is an option of method 'rotate'"),
     ],
 )
-def test_options_are_checked(options: dict[str, Any], said: str) -> None:
+def test_options_are_checked(options: Fields, said: str) -> None:
     with pytest.raises(FedrotError, match=said):
         RivalOptions(**options)
     assert str(RivalOptions("mean", residual="fold")) == "mean, residual 'fold'"

@@ -19,6 +19,7 @@ import fedrot
 from fedrot.simulations import engine
 from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
 from fedrot.simulations.environment import PLUGINS, load_plugins, prepare_environment
+from tests.simulations.commands import Fields
 
 
 def halves(number: int, tell: Tell) -> None:
@@ -66,7 +67,7 @@ def running(path: str, name: str, tell: Tell) -> None:
 
 def heard(
     jobs: list[Job], machine: Machine, tick: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
+) -> Fields:
     """Return what each job said, by name."""
     found = {job.name: [] for job in jobs}
     run_jobs(jobs, machine, lambda job, said: found[job.name].append(said), tick)
@@ -90,7 +91,7 @@ def test_jobs_of_this_process_say_what_they_do_and_how_they_end() -> None:
     sound(heard([Job(str(number), halves, (number,)) for number in (2, 5, 6)], ONE))
 
 
-def sound(found: dict[str, Any]) -> None:
+def sound(found: Fields) -> None:
     assert (found["2"], found["6"]) == ([1, 1, Ended()], [3, 3, Ended()])
     *said, end = found["5"]
     assert (said, end.died, "in halves" in end.failure) == ([2, 2], False, True)

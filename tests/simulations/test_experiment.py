@@ -23,6 +23,7 @@ from fedrot.simulations.experiment import (
 from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.simulations.tasks.registry import TASKS
 from fedrot.strategies import FedRot
+from tests.simulations.commands import Fields
 
 LORA = {"r": 8, "target_modules": ["query"]}
 OF_LORA = {"model": "minilm", "lora": LORA}
@@ -68,7 +69,7 @@ def test_every_task_has_an_experiment_of_its_own(task: str) -> None:
     ],
 )
 def test_strategies_that_answer_the_question(
-    fields: dict[str, Any], strategies: list[str]
+    fields: Fields, strategies: list[str]
 ) -> None:
     assert names(of(**fields)) == strategies
 
@@ -94,7 +95,7 @@ def test_strategies_that_answer_the_question(
     ],
 )
 def test_what_is_not_said_is_completed(
-    fields: dict[str, Any], attribute: str, value: object
+    fields: Fields, attribute: str, value: object
 ) -> None:
     assert getattr(of(**fields), attribute) == value
 
@@ -218,7 +219,7 @@ TABLE = {"name": "mine"}
         ({**OF_LORA, "lora": {**LORA, "r": [2, 4]}, "strategies": "fedavg"}, "no mean"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(fields: dict[str, Any], said: str) -> None:
+def test_settings_that_cannot_be_are_refused(fields: Fields, said: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         of(**fields)
     assert said in str(caught.value)
@@ -283,7 +284,7 @@ def test_every_aggregation_has_a_strategy() -> None:
         ),
     ],
 )
-def test_the_line_to_copy(fields: dict[str, Any], strategy: Any, code: str) -> None:
+def test_the_line_to_copy(fields: Fields, strategy: Any, code: str) -> None:
     experiment = of(**fields, strategies=[strategy])
     assert experiment.strategies[0].code(experiment) == code
 

@@ -23,6 +23,7 @@ from fedrot.simulations.run_folder import (
     read_run,
     versions,
 )
+from tests.simulations.commands import Fields
 
 
 def of(**fields: Any) -> Experiment:
@@ -31,7 +32,7 @@ def of(**fields: Any) -> Experiment:
     )
 
 
-def described(*experiments: Experiment, counts: Any = ((1, 2),)) -> dict[str, Any]:
+def described(*experiments: Experiment, counts: Any = ((1, 2),)) -> Fields:
     """Return experiments by name, as in ``config.json``."""
     found = {}
     for experiment in experiments:
@@ -44,7 +45,7 @@ def described(*experiments: Experiment, counts: Any = ((1, 2),)) -> dict[str, An
     return found
 
 
-def row(cell: Cell, value: float | None = 0.5, **others: Any) -> dict[str, Any]:
+def row(cell: Cell, value: float | None = 0.5, **others: Any) -> Fields:
     labels = {
         "experiment": cell.experiment.name,
         "strategy": cell.strategy.name,
@@ -161,7 +162,7 @@ def test_damaged_files_are_named(
     ],
 )
 def test_results_of_other_settings_are_not_mixed(
-    tmp_path: Path, fields: dict[str, Any], said: str
+    tmp_path: Path, fields: Fields, said: str
 ) -> None:
     filled(tmp_path, of())
     before = (tmp_path / "config.json").read_text()

@@ -35,7 +35,7 @@ from fedrot.simulations.report import pages
 from fedrot.simulations.run_folder import RunFolder, read_run
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import task_of
-from tests.simulations.commands import SMALL, run, settings
+from tests.simulations.commands import SMALL, Fields, Rows, run, settings
 from tests.simulations.tasks.cases import SIZES, save
 
 FILE = """
@@ -95,7 +95,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
+def rows_of(folder: Path) -> Rows:
     """Return the rows without durations."""
     return [
         row for row in read_run(folder).rows if not row["metric"].startswith("seconds-")
@@ -503,9 +503,7 @@ def test_what_is_known_and_said_of_the_data() -> None:
         ({"fit_head": True, "clients": [1, 3]}, "needs clients' held-out rows"),
     ],
 )
-def test_a_strategy_that_cannot_run_is_refused(
-    table: dict[str, Any], words: str
-) -> None:
+def test_a_strategy_that_cannot_run_is_refused(table: Fields, words: str) -> None:
     experiment = of(
         strategies=[{"name": "mine", **table}],
         clients=4,
@@ -534,7 +532,7 @@ def test_a_run_that_cannot_begin_leaves_no_results(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moving", [{"strategies": "aligned"}, {"start": "scrambled"}])
 def test_only_runs_that_move_weights_need_a_supported_family(
-    moving: dict[str, Any], tmp_path: Path
+    moving: Fields, tmp_path: Path
 ) -> None:
     config = transformers.BigBirdConfig(**SIZES, attention_type="original_full")
     fields = {**MODEL, "model": str(save(tmp_path, config)), "strategies": "fedavg"}
@@ -570,7 +568,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_model_of_another_precision_runs_as_the_dry_run_says(
-    values: dict[str, Any], strategies: int, encoder: Path, tmp_path: Path
+    values: Fields, strategies: int, encoder: Path, tmp_path: Path
 ) -> None:
     given = {**MODEL, "model": encoder, **values}
     line = ("simulate", "--out", tmp_path / "run", *settings(given))

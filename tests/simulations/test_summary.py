@@ -15,6 +15,7 @@ from scipy import stats
 
 from fedrot.simulations.report.findings import lead, sentences
 from fedrot.simulations.summary import BOUNDS, Verdict, paired_difference, verdicts_of
+from tests.simulations.commands import Fields, Rows
 from tests.simulations.report.runs import levels, row, run_of, strategy
 
 BASE = (0.50, 0.52, 0.54)
@@ -26,19 +27,17 @@ def raised(gain: float, spread: Sequence[float] = (0.0, 0.001, 0.002)) -> list[f
     return [base + gain + own for base, own in zip(BASE, spread, strict=True)]
 
 
-def judged(
-    rows: list[dict[str, Any]], *strategies: dict[str, Any], **more: Any
-) -> Verdict:
+def judged(rows: Rows, *strategies: Fields, **more: Any) -> Verdict:
     (found,) = verdicts_of(run_of(rows, strategies, **more))
     return found
 
 
-def told(rows: list[dict[str, Any]]) -> str:
+def told(rows: Rows) -> str:
     """Return all that is said of some rows, a sentence a line."""
     return "\n".join([lead(judged(rows)), *sentences(judged(rows))])
 
 
-def of(name: str, accuracy: Any, loss: Any, size: float = 1e6) -> list[dict[str, Any]]:
+def of(name: str, accuracy: Any, loss: Any, size: float = 1e6) -> Rows:
     """Return rows of accuracy, loss, and bytes of messages."""
     messages = {
         "bytes-sent": [size] * 3,
@@ -52,9 +51,7 @@ def of(name: str, accuracy: Any, loss: Any, size: float = 1e6) -> list[dict[str,
 FEDAVG = of("fedavg", BASE, [1.0, 1.1, 1.2])
 
 
-def other(
-    name: str, gain: float, fall: float, size: float = 1e6
-) -> list[dict[str, Any]]:
+def other(name: str, gain: float, fall: float, size: float = 1e6) -> Rows:
     """Return rows of a strategy with a higher accuracy and a lower loss than
     FedAvg's.
     """

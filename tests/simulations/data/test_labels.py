@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from fedrot.simulations.data.labels import label_columns, labelled
 from fedrot.simulations.data.read import DataError, Source
 from fedrot.simulations.data.texts import load_texts
+from tests.simulations.commands import Fields
 from tests.simulations.data.files import ROWS, TEXTS, chosen, classes, repeated, write
 
 SINGLE, SCORES, MULTI = (
@@ -27,7 +28,7 @@ TEXT_FILES = (".csv",)
 TYPED_FILES = (".jsonl", ".parquet")
 #: Labels, options, and what they are: names of classes, "regression", or a word of the
 #: error.
-Case = tuple[Any, dict[str, Any], Any]
+Case = tuple[Any, Fields, Any]
 EVERYWHERE = {
     "texts": ([" a", "b ", "a"], {}, ("a", "b")),
     "leading zeros": (["00012", "12"], {}, ("00012", "12")),

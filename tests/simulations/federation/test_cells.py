@@ -25,6 +25,7 @@ from fedrot.simulations.run_folder import FIELDS
 from fedrot.simulations.simulate import run_job
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
+from tests.simulations.commands import Fields, Rows
 from tests.strategies.fakes import Client, FakeGrid, failure
 
 SMALL = {
@@ -62,8 +63,8 @@ class Played:
     experiment: Experiment
     trained: list[Trained] = field(default_factory=list)
     evaluated: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    alignment: list[dict[str, Any]] = field(default_factory=list)
+    rows: Rows = field(default_factory=list)
+    alignment: Rows = field(default_factory=list)
 
     def clients(self, held_out: bool = False, seed: int = 0) -> list[tuple[int, ...]]:
         """Return the rows that each client trains on, or holds out."""
@@ -90,7 +91,7 @@ def node(partition: int) -> Client:
 
 
 def listening(
-    heard: list[tuple[int, dict[str, Any]]], **changes: Any
+    heard: list[tuple[int, Fields]], **changes: Any
 ) -> Callable[[int], Client]:
     """Nodes that note who is told what, and are told changes of it."""
 

@@ -25,6 +25,7 @@ from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.wire.arrays import STATISTICS
 from fedrot.strategies.wire.statistics_record import read_statistics
+from tests.simulations.commands import Fields
 from tests.strategies import fakes
 
 State = dict[str, Tensor]
@@ -153,7 +154,7 @@ def test_an_update_is_a_training_of_the_received_model(
     ],
 )
 def test_a_client_starts_from_a_model_of_its_own_only_where_it_is_to(
-    told: dict[str, Any], seed: int | None, task: Task, received: State
+    told: Fields, seed: int | None, task: Task, received: State
 ) -> None:
     own = (
         received
@@ -246,7 +247,7 @@ DECIDES = {
 
 @pytest.mark.parametrize(("change", "differs"), DECIDES.values(), ids=DECIDES)
 def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
-    change: dict[str, Any],
+    change: Fields,
     differs: bool,
     received: State,
     tmp_path: Path,

@@ -20,7 +20,7 @@ from fedrot.simulations.run_folder import read_run
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 from tests.examples.test_examples import Run
 from tests.simulations import commands
-from tests.simulations.commands import simulated, values
+from tests.simulations.commands import Fields, simulated, values
 
 #: The run configuration, as ``flwr run -c`` gives it.
 SERVED = {
@@ -44,12 +44,12 @@ def play(out: Path, nodes: int = 2, **changes: Any) -> None:
         server_app.main(local_clients(client_app.app, nodes), context)
 
 
-def underlined(settings: dict[str, Any]) -> dict[str, Any]:
+def underlined(settings: Fields) -> Fields:
     """Return settings of a run configuration by the names of an experiment's fields."""
     return {name.replace("-", "_"): value for name, value in settings.items()}
 
 
-def has_the_rows_of_simulate(out: Path, settings: dict[str, Any]) -> None:
+def has_the_rows_of_simulate(out: Path, settings: Fields) -> None:
     again = out.parent / "again"
     simulated(again, underlined(settings))
     for scope in ("central", "client:0", "client:1", "round", "messages"):
@@ -97,7 +97,7 @@ def test_a_folder_is_continued_as_by_simulate(
 )
 def test_what_is_wrong_is_refused_before_anything_is_written(
     out: Path,
-    changes: dict[str, Any],
+    changes: Fields,
     said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -109,15 +109,12 @@ def test_what_is_wrong_is_refused_before_anything_is_written(
 
 
 SETTINGS = {
+    **SERVED,
     "train-limit": 480,
     "test-limit": 200,
-    "clients": 2,
     "max-length": 32,
-    "layers": 1,
     "width": 32,
-    "heads": 2,
     "seeds": "1",
-    "rounds": 2,
     "lr": 5e-3,
     "local-epochs": 2,
     "start": "scrambled",

@@ -9,6 +9,7 @@ from typing import Any
 
 from fedrot.simulations.run_folder import Run, file_name, title_of
 from fedrot.simulations.summary import BOUNDS
+from tests.simulations.commands import Fields, Rows
 
 HOSTILE = (
     "</script><script>alert(1)</script> & \"q\" 'x' $\\x$ ../../../x | " + 300 * "y"
@@ -20,15 +21,13 @@ SEEDS = range(5)
 BOUNDS["joined"] = "all rows in one place, an upper bound"
 
 
-def row(strategy: str, seed: int, value: float | None, **more: Any) -> dict[str, Any]:
+def row(strategy: str, seed: int, value: float | None, **more: Any) -> Fields:
     """Return a row of the global model after round 1."""
     about = {"experiment": "main", "strategy": strategy, "seed": seed, "round": 1}
     return {**about, "scope": "central", "metric": "accuracy", "value": value, **more}
 
 
-def levels(
-    strategy: str, values: Mapping[str, Sequence[float]], **more: Any
-) -> list[dict[str, Any]]:
+def levels(strategy: str, values: Mapping[str, Sequence[float]], **more: Any) -> Rows:
     """Return rows of metrics with a value per seed."""
     pairs = [
         (metric, *pair) for metric, own in values.items() for pair in enumerate(own)
@@ -39,7 +38,7 @@ def levels(
     ]
 
 
-def strategy(name: str, **more: Any) -> dict[str, Any]:
+def strategy(name: str, **more: Any) -> Fields:
     """Return a strategy as it stands in a configuration."""
     kind = "joined" if name == "joined" else "fedrot"
     return {
@@ -52,7 +51,7 @@ def strategy(name: str, **more: Any) -> dict[str, Any]:
 
 
 def run_of(
-    rows: list[dict[str, Any]],
+    rows: Rows,
     strategies: Sequence[Mapping[str, Any]] = (),
     **more: Any,
 ) -> Run:
@@ -75,9 +74,7 @@ def run_of(
     return Run(experiments={"main": about}, rows=rows)
 
 
-def group(
-    number: int, part: str, layer: int, share: float, **more: Any
-) -> dict[str, Any]:
+def group(number: int, part: str, layer: int, share: float, **more: Any) -> Fields:
     """Return a row of alignment; its share was found and removed, and chance is
     unknown.
     """
@@ -92,7 +89,7 @@ def group(
     return {**about, **found, "before": 2.0, "after": 2.0 * (1 - share), **more}
 
 
-def rows_of(experiment: str, name: str, gain: float, seed: int) -> list[dict[str, Any]]:
+def rows_of(experiment: str, name: str, gain: float, seed: int) -> Rows:
     """Return rows of a strategy whose accuracy after three rounds is 0.6 and a gain."""
     found = []
     for number in range(4):

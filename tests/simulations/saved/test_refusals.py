@@ -8,14 +8,13 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 
 from tests import families
-from tests.simulations.commands import run
+from tests.simulations.commands import Fields, run
 from tests.simulations.saved.folders import (
     WEIGHTS,
     change,
@@ -65,7 +64,7 @@ FIELDS = [
 
 @pytest.mark.parametrize(("name", "changes", "field"), FIELDS)
 def test_a_field_that_changes_outputs_is_named_with_both_values_and_may_be_allowed(
-    name: str, changes: dict[str, Any], field: str, tmp_path: Path
+    name: str, changes: Fields, field: str, tmp_path: Path
 ) -> None:
     a, b = pair(name, tmp_path)
     configure(b, **changes)

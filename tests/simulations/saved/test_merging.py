@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 
 import fedrot
-from tests.models import State, inputs
+from tests.models import inputs
 from tests.simulations.commands import contents, invoke, run
 from tests.simulations.saved.folders import (
     WEIGHTS,
@@ -23,6 +23,7 @@ from tests.simulations.saved.folders import (
     scrambled,
     tokenizer,
 )
+from tests.simulations.tensors import close, equal
 
 
 def loaded(folder: Path, like: Any) -> Any:
@@ -39,13 +40,6 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     """A classifier and a neighbour of it in other coordinates."""
     model = model_of("bert-classifier")
     return saved(model, tmp_path / "a"), saved(scrambled(near(model)), tmp_path / "b")
-
-
-def close(one: State, other: State, atol: float = 2e-5) -> bool:
-    same = one.keys() == other.keys()
-    return same and all(
-        torch.allclose(one[n].float(), other[n].float(), atol=atol) for n in one
-    )
 
 
 DIAGNOSED = ["bert-classifier", "distilbert-mlm"]
@@ -117,19 +111,15 @@ def test_shards_and_pickles_are_read_and_the_rest_is_as_in_the_first_model(
     (tmp_path / "out").mkdir()  # an empty folder is filled
     run("merge", a, b, "--out", tmp_path / "out")
     found = load_file(tmp_path / "out" / WEIGHTS)
-    assert all(
-        torch.equal(t, ((ours[n].float() + theirs[n]) / 2).bfloat16())
-        for n, t in found.items()
-    )
-    settings = [
+    mean = {n: ((t.float() + theirs[n]) / 2).bfloat16() for n, t in ours.items()}
+    assert equal(mean, found)
+    settings, expected = (
         json.loads((folder / "config.json").read_text())
         for folder in (tmp_path / "out", a)
-    ]
-    assert settings[0] == settings[1]
-    assert (
-        transformers.AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()["w7"]
-        == 9
     )
+    assert settings == expected
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()
+    assert words["w7"] == 9
 
 
 @pytest.mark.parametrize("stage", ["no path", "merging", "writing", "renaming"])

@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 import reproductions.plugins  # noqa: F401
-from fedrot.lora import adapter_tensors
 from fedrot.simulations.data.tokenizers import bundled_tokenizer
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.cells import RUNS, CellRun, cells_of, run_cell
@@ -248,7 +246,6 @@ STRATEGIES = (
         "options": {"anchor": "global", "chance": 0},
     },
 )
-RIVALS = ("mean", "folded", "frozen", "stacked")
 
 
 @pytest.fixture(scope="module")
@@ -287,24 +284,6 @@ def test_errors_of_the_averages_are_recorded(ran: dict[str, CellRun]) -> None:
 def test_factors_are_rotated_as_fedrot_does(ran: dict[str, CellRun]) -> None:
     # Two clients, two modules; without a test against chance.
     assert value(ran["rotated"], "fedrot-groups-moved", "round", 1) == 4
-
-
-def test_residuals_travel_to_the_clients(ran: dict[str, CellRun]) -> None:
-    task = task_of(ran["fedavg"].task.experiment.to_json())
-    tensors = adapter_tensors(build_model(task.experiment, task.data, 0))
-    own = sum(len(array.data) for array in ArrayRecord(tensors).values())
-    residual = len(
-        ArrayRecord({"of a module": torch.zeros(16, 16)})["of a module"].data
-    )
-    for name in RIVALS:
-        sent, received = (
-            value(ran[name], f"bytes-{way}", "messages", 2)
-            for way in ("sent", "received")
-        )
-        # Two clients; residuals of two modules, of the first round.
-        fold = 2 * 2 * residual if name in ("folded", "stacked") else 0
-        assert received == 2 * 2 * own
-        assert sent == received + fold
 
 
 def test_clients_of_several_ranks(

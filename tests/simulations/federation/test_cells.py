@@ -27,6 +27,7 @@ from fedrot.simulations.simulate import run_job
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from tests.simulations.commands import Fields, Rows
+from tests.simulations.tasks.cases import SMALL
 from tests.strategies.fakes import (
     Client,
     FakeGrid,
@@ -36,14 +37,9 @@ from tests.strategies.fakes import (
     wire_bytes,
 )
 
-SMALL = {
-    "train_limit": 60,
+CELL = {
+    **SMALL,
     "test_limit": 17,
-    "layers": 1,
-    "width": 16,
-    "heads": 2,
-    "max_length": 16,
-    "clients": 2,
     "holdout": 0.2,
     "rounds": 2,
     "seeds": [0],
@@ -54,7 +50,7 @@ TEST = ("test", tuple(range(17)))
 
 
 def of(**fields: Any) -> Experiment:
-    return Experiment.from_flat({**SMALL, **fields})
+    return Experiment.from_flat({**CELL, **fields})
 
 
 def shell_of(experiment: Experiment) -> Any:
@@ -406,21 +402,17 @@ IMAGES = {
     "task": "image",
     "train_limit": 400,
     "test_limit": 60,
-    "layers": 1,
     "width": 32,
-    "heads": 2,
-    "clients": 2,
+    "batch_size": 16,
     "holdout": 0.3,
-    "rounds": 2,
     "lr": 0.01,
     "partition": "dirichlet:0.3",
-    "seeds": [0],
     "strategies": "fedavg,fedavg_head,head_only,fit_head",
 }
 
 
 def test_heads_are_fitted_at_the_end_at_the_start_or_in_rounds(tmp_path: Path) -> None:
-    experiment = Experiment.from_flat(IMAGES)
+    experiment = of(**IMAGES)
     played = run_all(experiment, tmp_path, node, Played(experiment))
     plain, head, only, rounds = (
         {

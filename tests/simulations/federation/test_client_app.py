@@ -27,26 +27,16 @@ from fedrot.strategies.wire.arrays import STATISTICS
 from fedrot.strategies.wire.statistics_record import read_statistics
 from tests.simulations.commands import Fields
 from tests.simulations.data.files import write
+from tests.simulations.tasks.cases import SMALL
 from tests.simulations.tensors import equal
 from tests.strategies import fakes
 
 State = dict[str, Tensor]
-SMALL = {
-    "train_limit": 90,
-    "test_limit": 30,
-    "layers": 1,
-    "width": 16,
-    "heads": 2,
-    "clients": 2,
-    "batch_size": 16,
-    "max_length": 24,
-    "holdout": 0.2,
-}
 UP = "bert.encoder.layer.0.intermediate.dense.weight"
 
 
 def of(**fields: Any) -> Experiment:
-    return Experiment.from_flat({**SMALL, **fields})
+    return Experiment.from_flat({**SMALL, "holdout": 0.2, **fields})
 
 
 @pytest.fixture(scope="module")

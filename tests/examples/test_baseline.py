@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pandas
 import pytest
 
-from tests.examples.test_examples import BASELINE, TEXTS, Run, save_tokenizer
+from tests.examples.test_examples import (
+    BASELINE,
+    SIZES,
+    Run,
+    reviews,
+    save_model,
+    save_rows,
+)
 
 STRATEGIES = ["+fit", "head-only", "fedavg", "fedavg+fit", "fedprox", "fedrot"]
 
@@ -16,18 +22,9 @@ STRATEGIES = ["+fit", "head-only", "fedavg", "fedavg+fit", "fedprox", "fedrot"]
 @pytest.fixture
 def settings(tmp_path: Path) -> str:
     """A random model and reviews of two classes, as settings of the baseline."""
-    from transformers import BertConfig, BertModel
-
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    config = BertConfig(
-        vocab_size=save_tokenizer(tmp_path / "model"), hidden_size=32, **sizes
-    )
-    BertModel(config).save_pretrained(tmp_path / "model")
-    (tmp_path / "data").mkdir()
+    save_model(tmp_path / "model", "BertModel", **SIZES)
     for split, size in (("train", 160), ("test", 40)):
-        with (tmp_path / "data" / f"{split}.csv").open("w", newline="") as file:
-            rows = ((f"{TEXTS[n % 2]} {n} times", n % 2) for n in range(size))
-            csv.writer(file).writerows([("text", "label"), *rows])
+        save_rows(tmp_path / "data" / f"{split}.csv", *reviews(size))
     given = {"dataset": "data", "model": "model", "results": "rows.csv"}
     names = " ".join(f'{name}="{tmp_path / own}"' for name, own in given.items())
     return (

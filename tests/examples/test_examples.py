@@ -128,40 +128,56 @@ def run(tmp_path: Path) -> Iterator[Run]:
         yield run
 
 
-def save_tokenizer(folder: Path) -> int:
-    """Save the bundled tokenizer; return the size of its vocabulary."""
-    from transformers import PreTrainedTokenizerFast
+def save_model(folder: Path, name: str, **sizes: int) -> Path:
+    """Save a random model of this class of transformers with the bundled tokenizer."""
+    import transformers
 
     bundled = resources.files("fedrot.simulations.data") / "bundled" / "tokenizer.json"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bundled), pad_token="[PAD]")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(bundled), pad_token="[PAD]"
+    )
     tokenizer.save_pretrained(folder)
-    return len(tokenizer)
+    model = getattr(transformers, name)
+    settings = model.config_class(vocab_size=len(tokenizer), **sizes)
+    model(settings).save_pretrained(folder)
+    return folder
+
+
+def save_rows(file: Path, *rows: tuple[object, ...]) -> Path:
+    """Write rows in a folder that it makes; return the folder."""
+    file.parent.mkdir(exist_ok=True)
+    with file.open("w", newline="") as opened:
+        csv.writer(opened).writerows(rows)
+    return file.parent
+
+
+def reviews(count: int) -> list[tuple[object, ...]]:
+    """Return a header and reviews of two classes."""
+    texts = ((f"{TEXTS[n % 2]} {n} times", n % 2) for n in range(count))
+    return [("text", "label"), *texts]
+
+
+#: Sizes of a small BERT.
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: Any) -> str:
     """A model of random weights and forty reviews, as settings of the quickstart."""
-    from transformers import BertConfig, BertForSequenceClassification
-
     folder = tmp_path_factory.mktemp("toy")
-    config = BertConfig(
-        vocab_size=save_tokenizer(folder / "model"),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
+    model = save_model(
+        folder / "model",
+        "BertForSequenceClassification",
+        **SIZES,
         max_position_embeddings=32,
     )
-    BertForSequenceClassification(config).save_pretrained(folder / "model")
-    (folder / "data").mkdir()
-    with (folder / "data" / "train.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(
-            [
-                ("text", "label"),
-                *((f"{TEXTS[n % 2]} {n} times", n % 2) for n in range(40)),
-            ]
-        )
-    names = f'model-name="{folder / "model"}" dataset-name="{folder / "data"}"'
+    data = save_rows(folder / "data" / "train.csv", *reviews(40))
+    names = f'model-name="{model}" dataset-name="{data}"'
     return f"{names} max-length=32 num-server-rounds=1"
 
 
@@ -170,19 +186,11 @@ def language(tmp_path_factory: Any) -> str:
     """A language model of random weights and some instructions, as settings of its
     example.
     """
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     folder = tmp_path_factory.mktemp("language")
-    model = folder / "model"
-    data = folder / "data"
     sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    GPT2LMHeadModel(
-        GPT2Config(vocab_size=save_tokenizer(model), **sizes)
-    ).save_pretrained(model)
-    data.mkdir()
-    with (data / "train.csv").open("w", newline="") as file:
-        rows = (("Say how you liked it.", TEXTS[n % 2]) for n in range(24))
-        csv.writer(file).writerows([("instruction", "output"), *rows])
+    model = save_model(folder / "model", "GPT2LMHeadModel", **sizes)
+    rows = [("Say how you liked it.", text) for text in TEXTS * 12]
+    data = save_rows(folder / "data" / "train.csv", ("instruction", "output"), *rows)
     return (
         f'model.name="{model}" static.dataset.name="{data}" strategy.method="exact" '
         "train.max-steps=3 train.seq-length=32"
@@ -215,11 +223,9 @@ def test_the_quickstart_runs_in_simulation_and_fits_the_task_head_as_its_page_sa
     )
     added = re.findall(r"^\+( .*\n)", page, flags=re.MULTILINE)[-1]
     code = server.read_text(encoding="utf-8")
-    assert code.count("        model.config,\n") == 1
-    server.write_text(
-        code.replace("        model.config,\n", f"        model.config,\n{added}"),
-        encoding="utf-8",
-    )
+    line = "        model.config,\n"
+    assert code.count(line) == 1
+    server.write_text(code.replace(line, f"{line}{added}"), encoding="utf-8")
     log = run.simulated(app, 2, toy)
     aligned_once(log)
     # Two clients hold out four rows each.

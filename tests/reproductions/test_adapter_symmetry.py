@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import peft
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord, Message
 
 import fedrot
 from fedrot.errors import SymmetryError, UpdateError
@@ -17,10 +15,12 @@ from fedrot.lora import adapter_tensors, load_adapter
 from fedrot.strategies import FedRot
 from reproductions.adapter_symmetry import adapter_symmetry
 from reproductions.lora_rivals import RivalOptions
-from tests.fedrot.lora.test_averaging import IN, MODULES, Adapter, adapter
+from tests.fedrot.lora.test_averaging import IN, MODULES, adapter, drawing, pair
 from tests.fedrot.lora.test_peft import SETTINGS, outputs
+from tests.models import largest_difference
 from tests.reproductions.test_lora_rivals import averaged
 from tests.strategies.fakes import Client, grid_of, reply
+from tests.strategies.test_lora import floats
 
 #: The adapters of these tests are too small for a test against chance.
 EVERYTHING = fedrot.AlignmentOptions(parts=("adapters",), chance=0)
@@ -39,15 +39,12 @@ def test_rotations_do_not_change_the_function(kind: str) -> None:
     tensors = adapter_tensors(model)
     symmetry = adapter_symmetry(tensors)
     turned = fedrot.random_equivalent(tensors, symmetry, seed=1, parts=("adapters",))
-    assert (
-        max(float((turned[name] - tensors[name]).abs().max()) for name in tensors) > 0.1
-    )
+    assert largest_difference(turned, tensors) > 0.1
     load_adapter(model, turned)
     assert torch.allclose(outputs(model), before, atol=1e-10)
     # The way back is found.
     alignment = fedrot.align(turned, tensors, symmetry, EVERYTHING)
-    for name, tensor in alignment.apply(turned).items():
-        assert torch.allclose(tensor, tensors[name], atol=1e-9)
+    assert largest_difference(alignment.apply(turned), tensors) < 1e-9
 
 
 def test_alignment_is_the_rotation_by_both_factors() -> None:
@@ -55,20 +52,15 @@ def test_alignment_is_the_rotation_by_both_factors() -> None:
     given = adapter(1)
     found = fedrot.align(given, start, adapter_symmetry(start), EVERYTHING).apply(given)
     expected = averaged([given], RivalOptions("rotate"), start)
-    for name, tensor in expected.items():
-        assert torch.allclose(found[name], tensor, atol=1e-9)
+    assert largest_difference(found, expected) < 1e-9
 
 
 def test_evidence_decides() -> None:
     """Noise around the received adapter turns nothing; a client that has turned is
     turned back.
     """
-    generator = torch.Generator().manual_seed(5)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    start = {"q.lora_A.weight": drawn(4, 64), "q.lora_B.weight": drawn(48, 4)}
+    drawn = drawing(6)
+    start = pair(5, width=64, outputs=48)
     noisy = {name: t + 0.2 * drawn(*t.shape) for name, t in start.items()}
     symmetry = adapter_symmetry(start)
     turned = fedrot.random_equivalent(noisy, symmetry, seed=1, parts=("adapters",))
@@ -83,16 +75,10 @@ def test_evidence_decides() -> None:
             )
 
 
-def floats(tensors: Adapter) -> Adapter:
-    return {name: tensor.float() for name, tensor in tensors.items()}
-
-
 def turning(index: int) -> Client:
     """Return a node that sends what it received, moved by a little and rotated."""
-    app = ClientApp()
 
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
+    def train(message: Message) -> Message:
         (received,) = message.content.array_records.values()
         start = received.to_torch_state_dict()
         step = floats(adapter(index))
@@ -101,38 +87,26 @@ def turning(index: int) -> Client:
         sent = fedrot.random_equivalent(near, symmetry, seed=index, parts=("adapters",))
         return reply(message, sent, 10, index)
 
-    context = Context(1, index, {}, RecordDict(), {})
-    return lambda message: app(message, context)
-
-
-def honest() -> Adapter:
-    """The mean of the updates before they were rotated."""
-    steps = [floats(adapter(i)) for i in range(3)]
-    return {
-        n: t + 0.01 * sum(step[n] for step in steps) / 3
-        for n, t in floats(adapter(9)).items()
-    }
-
-
-def started(strategy: Any) -> Adapter:
-    grid = grid_of(map(turning, range(3)))
-    found = strategy.start(grid, ArrayRecord(floats(adapter(9))), 1)
-    return found.arrays.to_torch_state_dict()
-
-
-def far(found: Adapter, expected: Adapter) -> float:
-    return max(
-        float((found[name] - tensor).abs().max()) for name, tensor in expected.items()
-    )
+    return train
 
 
 def test_the_server_aligns_adapters() -> None:
-    symmetry = adapter_symmetry(adapter(9))
+    """Updates are averaged as before they were rotated."""
+    start = floats(adapter(9))
+    steps = [floats(adapter(i)) for i in range(3)]
+    mean = {n: t + 0.01 * sum(step[n] for step in steps) / 3 for n, t in start.items()}
     strategy = FedRot(
-        symmetry, alignment=replace(EVERYTHING, anchor="global"), fraction_evaluate=0.0
+        adapter_symmetry(start),
+        alignment=replace(EVERYTHING, anchor="global"),
+        fraction_evaluate=0.0,
     )
-    assert far(started(strategy), honest()) < 1e-2
-    assert far(started(FedRot(alignment=None, fraction_evaluate=0.0)), honest()) > 0.3
+    plain = FedRot(alignment=None, fraction_evaluate=0.0)
+    aligned, turned = (
+        each.start(grid_of(map(turning, range(3))), ArrayRecord(start), 1)
+        for each in (strategy, plain)
+    )
+    assert largest_difference(aligned.arrays.to_torch_state_dict(), mean) < 1e-2
+    assert largest_difference(turned.arrays.to_torch_state_dict(), mean) > 0.3
 
 
 def test_factors_need_a_common_rank() -> None:

@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 import reproductions.plugins  # noqa: F401
-from fedrot.lora import adapter_tensors
 from fedrot.simulations.data.tokenizers import bundled_tokenizer
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.cells import RUNS, CellRun, run_cell
@@ -31,6 +29,7 @@ from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 from reproductions.ensemble import Ensemble, with_state
+from tests.simulations.commands import Fields
 
 SMALL = {
     "train_limit": 64,
@@ -51,8 +50,11 @@ OF_LORA = {
 }
 
 
-def rival(name: str, **options: Any) -> dict[str, Any]:
+def rival(name: str, **options: Any) -> Fields:
     return {"name": name, "kind": "rival", "options": options}
+
+
+RANKS = {**LORA, "r": [2, 4]}
 
 
 def experiment_of(*strategies: Any, **changes: Any) -> Experiment:
@@ -98,34 +100,22 @@ REFUSED = (
     ({"kind": "ensemble", "guard": "loss"}, {}, "does not read guard"),
     ({"kind": "ensemble", "alignment": {"chance": 0}}, {}, "does not read alignment"),
     ({"kind": "ensemble", "options": {"mean": True}}, {}, "probabilities"),
-    (
-        {"kind": "ensemble"},
-        {"task": "mlm"},
-        "not for 'mlm'",
-    ),
+    ({"kind": "ensemble"}, {"task": "mlm"}, "not for 'mlm'"),
     ({"kind": "ensemble"}, {"lora": LORA}, "leave out lora"),
     ({"kind": "joined-steps", "fit_at_end": True}, {}, "does not read fit_at_end"),
     ({"kind": "adapters"}, {}, "is for adapters; give lora"),
-    (
-        {"kind": "adapters"},
-        {"lora": {**LORA, "r": [2, 4]}},
-        "rotated",
-    ),
+    ({"kind": "adapters"}, {"lora": RANKS}, "rotated"),
     ({"kind": "adapters", "options": {"chance": -1}}, {"lora": LORA}, "chance is -1"),
     (rival("x"), {}, "is for adapters; give lora"),
     (rival("x", method="pads"), {"lora": LORA}, "Unknown method 'pads'"),
     (rival("x", ridge=1), {"lora": LORA}, "ridge"),
-    (
-        rival("x", method="rotate"),
-        {"lora": {**LORA, "r": [2, 4]}},
-        "no mean",
-    ),
+    (rival("x", method="rotate"), {"lora": RANKS}, "no mean"),
 )
 
 
 @pytest.mark.parametrize(("strategy", "changes", "said"), REFUSED)
 def test_what_does_not_go_together_is_refused(
-    strategy: Any, changes: Any, said: str
+    strategy: Fields, changes: Fields, said: str
 ) -> None:
     given = {"strategies": [{"name": "x", **strategy}], **changes}
     given |= {"model": "some/model"} if "lora" in changes else {}
@@ -186,43 +176,42 @@ def test_an_ensemble_averages_logits_or_probabilities(
     assert found[0] > 10 + found[1]
 
 
-def test_the_ensemble_of_a_task_averages_its_models(task: Task, shell: Any) -> None:
-    states = [
-        dict(build_model(task.experiment, task.data, seed=s).state_dict())
-        for s in (1, 2)
+def test_the_ensemble_of_a_task_averages_its_models(
+    task: Task, shell: nn.Module
+) -> None:
+    models = [
+        with_state(shell, build_model(task.experiment, task.data, seed).state_dict())
+        for seed in (1, 2)
     ]
     inputs = task.test.batch(np.arange(5))
     with torch.inference_mode():
-        each = [with_state(shell, state).eval()(**inputs).logits for state in states]
-        model = Ensemble([with_state(shell, state) for state in states], True).eval()
-        found = model(**inputs).logits.softmax(-1)
-    expected = (each[0].softmax(-1) + each[1].softmax(-1)) / 2
+        first, second, found = (
+            model.eval()(**inputs).logits.softmax(-1)
+            for model in (*models, Ensemble(models, True))
+        )
+    expected = (first + second) / 2
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("clients", [(), (1,)])
-def test_the_clients_models_of_a_round_answer_together(
-    tmp_path: Path, clients: Any
-) -> None:
-    together = {"name": "together", "kind": "ensemble", "clients": clients}
-    ones = [
+def test_the_clients_models_of_a_round_answer_together(tmp_path: Path) -> None:
+    together = {"name": "together", "kind": "ensemble"}
+    second = {**together, "name": "second", "clients": [1]}
+    alone = [
         {"name": str(client), "alignment": False, "clients": [client]}
         for client in range(2)
     ]
-    experiment = experiment_of("fedavg", together, *ones, rounds=1)
+    experiment = experiment_of("fedavg", together, second, *alone, rounds=1)
     found = run(experiment, tmp_path)
-    alone = [value(found[one], "loss", "central", 1) for one in "01"]
-    loss = value(found["together"], "loss", "central", 1)
-    if clients:
-        assert loss == pytest.approx(alone[1], abs=1e-6)
-    else:
-        # The loss of averaged logits is below the mean of the losses (it is convex),
-        # and not FedAvg's.
-        assert loss < np.mean(alone)
-        assert abs(loss - value(found["fedavg"], "loss", "central", 1)) > 1e-5
-    assert value(found["together"], "loss", "central", 0) == value(
-        found["fedavg"], "loss", "central", 0
+    starts, losses = (
+        {name: value(cell, "loss", "central", n) for name, cell in found.items()}
+        for n in (0, 1)
     )
+    assert losses["second"] == pytest.approx(losses["1"], abs=1e-6)
+    # The loss of averaged logits is below the mean of the losses (it is convex), and
+    # not FedAvg's.
+    assert losses["together"] < (losses["0"] + losses["1"]) / 2
+    assert abs(losses["together"] - losses["fedavg"]) > 1e-5
+    assert len({*starts.values()}) == 1
 
 
 def test_joined_steps_are_those_of_one_client(tmp_path: Path, monkeypatch: Any) -> None:
@@ -256,7 +245,6 @@ STRATEGIES = (
         "options": {"anchor": "global", "chance": 0},
     },
 )
-RIVALS = ("mean", "folded", "frozen", "stacked")
 
 
 @pytest.fixture(scope="module")
@@ -295,26 +283,10 @@ def test_factors_are_rotated_as_fedrot_does(ran: Any) -> None:
     assert value(ran["rotated"], "fedrot-groups-moved", "round", 1) == 4
 
 
-def test_residuals_travel_to_the_clients(ran: Any) -> None:
-    task = task_of(ran["fedavg"].task.experiment.to_json())
-    tensors = adapter_tensors(build_model(task.experiment, task.data, 0))
-    own = sum(len(array.data) for array in ArrayRecord(tensors).values())
-    residual = len(
-        ArrayRecord({"of a module": torch.zeros(16, 16)})["of a module"].data
-    )
-    for name in RIVALS:
-        sent, received = (
-            value(ran[name], f"bytes-{way}", "messages", 2)
-            for way in ("sent", "received")
-        )
-        # Two clients; residuals of two modules, of the first round.
-        fold = 2 * 2 * residual if name in ("folded", "stacked") else 0
-        assert received == 2 * 2 * own
-        assert sent == received + fold
-
-
-def test_clients_of_several_ranks(of_lora: Any, tmp_path: Path) -> None:
-    ranks = {**LORA, "r": [2, 4], "target_modules": ["query"]}
+def test_clients_of_several_ranks(
+    of_lora: Callable[..., Experiment], tmp_path: Path
+) -> None:
+    ranks = {**RANKS, "target_modules": ["query"]}
     found = run(of_lora("exact", rival("padded", method="pad"), lora=ranks), tmp_path)
     exact, padded = (
         value(found[name], "loss", "central", 2) for name in ("exact", "padded")

@@ -4,12 +4,13 @@ alternating factors.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters
@@ -22,11 +23,14 @@ from tests.fedrot.lora.test_averaging import (
     Adapter,
     adapter,
     dense_mean,
+    drawing,
+    factor,
     product,
     updates,
 )
+from tests.simulations.commands import Fields
+from tests.simulations.tensors import equal
 
-A, B = "lora_A.weight", "lora_B.weight"
 FOLDED = [
     RivalOptions("mean", residual="fold"),
     RivalOptions("rotate", strength=0.4, residual="fold"),
@@ -34,6 +38,15 @@ FOLDED = [
     RivalOptions("exact", "none", residual="fold"),
     RivalOptions("stack", residual="fold"),
 ]
+
+
+def factors(tensors: Adapter, module: str) -> tuple[Tensor, Tensor]:
+    return tensors[factor(module)], tensors[factor(module, "B")]
+
+
+def whole(tensors: Adapter, module: str) -> Tensor:
+    """Return the product with the residual of a module."""
+    return tensors[f"{module}.residual"] + product(tensors, module)
 
 
 def averaged(
@@ -65,8 +78,7 @@ def test_factors_and_residual_are_the_mean_product(
             # Clients have the base weights that they received, and their own products.
             base = total[module] - product(start, module)
             total[module] = base + dense_mean(updates(sent), module)
-            now = found[f"{module}.residual"] + product(found, module)
-            assert torch.allclose(now, total[module], atol=1e-10)
+            assert torch.allclose(whole(found, module), total[module], atol=1e-10)
         start = found
 
 
@@ -75,14 +87,12 @@ def test_residuals_lose_nothing_of_many_clients(method: str) -> None:
     """Far more terms than a bounded sum would keep."""
     start = adapter(0)
     sent = [adapter(i) for i in range(1, 20)]
-    average = RivalOptions(method, residual="fold").average(SETTINGS, start)
     given = updates(sent, [1.0] * 19)
-    for update in given:
-        average.add(update)
-    found, report = average.result()
+    options = RivalOptions(method, residual="fold")
+    found, report = average_adapters(given, SETTINGS, options, start)
     for module in MODULES:
-        now = found[f"{module}.residual"] + product(found, module)
-        assert torch.allclose(now, dense_mean(given, module), atol=1e-10)
+        mean = dense_mean(given, module)
+        assert torch.allclose(whole(found, module), mean, atol=1e-10)
         assert report.lost[module] == 0
 
 
@@ -92,30 +102,28 @@ def test_a_stack_begins_anew() -> None:
     sent = [adapter(i) for i in range(3)]
     first, again, later = (averaged(sent, options, start, n) for n in (1, 1, 2))
     for module, (width, _) in MODULES.items():
-        a = first[f"{module}.{A}"]
-        assert not first[f"{module}.{B}"].any()
+        a, b = factors(first, module)
+        assert not b.any()
         assert a.abs().max() <= width**-0.5
         assert a.std() > 0.4 * width**-0.5
-        assert torch.equal(a, again[f"{module}.{A}"])
-        assert not torch.equal(a, later[f"{module}.{A}"])
+        assert torch.equal(a, again[factor(module)])
+        assert not torch.equal(a, later[factor(module)])
 
 
 @pytest.mark.parametrize(
     ("schedule", "number", "frozen"),
-    [("freeze-a", 2, A), ("alternate", 1, A), ("alternate", 2, B)],
+    [("freeze-a", 2, "A"), ("alternate", 1, "A"), ("alternate", 2, "B")],
 )
 def test_a_frozen_factor_stays_and_the_mean_is_exact(
     schedule: str, number: int, frozen: str
 ) -> None:
     start = adapter(0)
-    sent = [
-        {n: start[n] if n.endswith(frozen) else t for n, t in adapter(i).items()}
-        for i in (1, 2)
-    ]
+    kept = {factor(module, frozen): start[factor(module, frozen)] for module in MODULES}
+    sent = [adapter(i) | kept for i in (1, 2)]
     options = RivalOptions("mean", schedule=schedule)
     found = averaged(sent, options, start, number)
+    assert equal(found, kept)
     for module in MODULES:
-        assert torch.equal(found[f"{module}.{frozen}"], start[f"{module}.{frozen}"])
         assert torch.allclose(
             product(found, module), dense_mean(updates(sent), module), atol=1e-12
         )
@@ -125,7 +133,7 @@ def test_a_frozen_factor_stays_and_the_mean_is_exact(
         averaged([adapter(3)], options, start, number)
 
 
-@pytest.mark.parametrize(("server_round", "kept"), [(1, A), (2, B)])
+@pytest.mark.parametrize(("server_round", "kept"), [(1, "A"), (2, "B")])
 def test_rotations_by_one_factor_in_turns(server_round: int, kept: str) -> None:
     """FedRot-LoRA: odd rounds rotate by A, even rounds by B, softly."""
     start = adapter(0)
@@ -133,30 +141,22 @@ def test_rotations_by_one_factor_in_turns(server_round: int, kept: str) -> None:
     options = RivalOptions("rotate", strength=0.4, by="alternate")
     found = averaged([given], options, start, server_round)
     for module in MODULES:
-        to = start[f"{module}.{kept}"]
-        own = given[f"{module}.{kept}"]
-        m = to @ own.mT if kept == A else to.mT @ own
+        to = start[factor(module, kept)]
+        moved = given[factor(module, kept)]
+        m = to @ moved.mT if kept == "A" else to.mT @ moved
         r = polar(0.6 * torch.eye(3, dtype=torch.float64) + 0.4 * polar(m))
-        assert torch.allclose(
-            found[f"{module}.{A}"], r @ given[f"{module}.{A}"], atol=1e-10
-        )
-        assert torch.allclose(
-            found[f"{module}.{B}"], given[f"{module}.{B}"] @ r.mT, atol=1e-10
+        a, b = factors(given, module)
+        torch.testing.assert_close(
+            factors(found, module), (r @ a, b @ r.mT), atol=1e-10, rtol=0
         )
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            {"method": "median"},
-            "Unknown method 'median' of adapters; one of mean, exact",
-        ),
+        ({"method": "median"}, "'median' of adapters; one of mean, exact"),
         ({"gauge": "best"}, "Unknown gauge 'best'"),
-        (
-            {"residual": "keep"},
-            "Unknown residual 'keep' of adapters; one of drop, fold",
-        ),
+        ({"residual": "keep"}, "'keep' of adapters; one of drop, fold"),
         ({"schedule": "never"}, "Unknown schedule 'never'"),
         ({"by": "C"}, "Unknown by 'C'"),
         (
@@ -178,7 +178,7 @@ def test_rotations_by_one_factor_in_turns(server_round: int, kept: str) -> None:
         ({"method": "exact", "by": "alternate"}, "by is an option of method 'rotate'"),
     ],
 )
-def test_options_are_checked(options: Any, said: str) -> None:
+def test_options_are_checked(options: Fields, said: str) -> None:
     with pytest.raises(FedrotError, match=said):
         RivalOptions(**options)
     assert str(RivalOptions("mean", residual="fold")) == "mean, residual 'fold'"
@@ -196,18 +196,15 @@ def test_smaller_factors_are_padded_with_zeros() -> None:
         a = torch.zeros(4, width, dtype=torch.float64)
         b = torch.zeros(outputs, 4, dtype=torch.float64)
         for tensors, weight, rank in zip(sent, (1, 2, 5), ranks, strict=True):
-            a[:rank] += weight / 8 * tensors[f"{module}.{A}"]
+            short, narrow = factors(tensors, module)
+            a[:rank] += weight / 8 * short
             # In units of the result's scale, alpha / 4.
-            b[:, :rank] += weight / 8 * tensors[f"{module}.{B}"] * 4 / rank
-        assert torch.allclose(found[f"{module}.{A}"], a, atol=1e-12)
-        assert torch.allclose(found[f"{module}.{B}"], b, atol=1e-12)
+            b[:, :rank] += weight / 8 * narrow * 4 / rank
+        padded = factors(found, module)
+        torch.testing.assert_close(padded, (a, b), atol=1e-12, rtol=0)
         cut = first_directions(found, SETTINGS, adapter(0, 2))
-        assert torch.equal(cut[f"{module}.{A}"], found[f"{module}.{A}"][:2])
-        first = (
-            SETTINGS.scale(module, 4)
-            * found[f"{module}.{B}"][:, :2]
-            @ found[f"{module}.{A}"][:2]
-        )
+        assert torch.equal(cut[factor(module)], padded[0][:2])
+        first = SETTINGS.scale(module, 4) * padded[1][:, :2] @ padded[0][:2]
         assert torch.allclose(product(cut, module), first, atol=1e-12)
     with pytest.raises(UpdateError, match="Give it as previous"):
         average_adapters(updates(sent), SETTINGS, RivalOptions("pad"))
@@ -220,25 +217,21 @@ def test_rotation_undoes_rotations() -> None:
     start = adapter(1)
     clients = []
     for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        r, _ = torch.linalg.qr(
-            torch.randn(3, 3, generator=generator, dtype=torch.float64)
-        )
-        turned = {n: t @ r.mT if "lora_B" in n else t for n, t in start.items()}
-        clients.append({n: r @ t if "lora_A" in n else t for n, t in turned.items()})
-    found, report = average_adapters(
-        updates(clients), SETTINGS, RivalOptions("rotate"), previous=start
-    )
-    for name in start:
-        assert torch.allclose(found[name], start[name], atol=1e-10)
+        r, _ = torch.linalg.qr(drawing(seed)(3, 3))
+        client = dict(start)
+        for module in MODULES:
+            client[factor(module)] = r @ start[factor(module)]
+            client[factor(module, "B")] = start[factor(module, "B")] @ r.mT
+        clients.append(client)
+    average = partial(average_adapters, updates(clients), SETTINGS, previous=start)
+    found, report = average(RivalOptions("rotate"))
+    torch.testing.assert_close(found, start, atol=1e-10, rtol=0)
     assert max(report.error.values()) < 1e-6
-    _, plain = average_adapters(updates(clients), SETTINGS, AdapterOptions("mean"))
+    _, plain = average(AdapterOptions("mean"))
     assert min(plain.error.values()) > 0.05
     # The report tells what rotating has spared.
     assert report.error_of_factors == pytest.approx(plain.error_of_factors)
-    _, still = average_adapters(
-        updates(clients), SETTINGS, RivalOptions("rotate", strength=0.0), previous=start
-    )
+    _, still = average(RivalOptions("rotate", strength=0.0))
     assert still.error == pytest.approx(plain.error)
 
 

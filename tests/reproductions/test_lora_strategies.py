@@ -16,7 +16,14 @@ from fedrot.strategies.settings import Checkpointing, Server
 from reproductions.lora_clients import TRAIN
 from reproductions.lora_rivals import RivalOptions
 from reproductions.lora_strategies import FedAvgRivalLoRA, RivalLoRA
-from tests.fedrot.lora.test_averaging import MODULES, SETTINGS, adapter, product
+from tests.fedrot.lora.test_averaging import (
+    MODULES,
+    SETTINGS,
+    Adapter,
+    adapter,
+    product,
+)
+from tests.simulations.tensors import close, equal
 from tests.strategies.fakes import ArrayRecord, Message, grid_of, reply
 from tests.strategies.templates import own_messages
 from tests.strategies.test_lora import CONFIG, EVERY, client, floats, started
@@ -51,6 +58,28 @@ def of_the_schedule(
     return train
 
 
+FOLD = RivalOptions("mean", residual="fold")
+START = floats(adapter(9))
+
+
+def stepped(start: Adapter, index: int) -> Adapter:
+    """Return what a client sends that trains both factors."""
+    step = floats(adapter(index))
+    return {name: tensor + 0.3 * step[name] for name, tensor in start.items()}
+
+
+def played(
+    strategy: Any,
+    start: Adapter,
+    seen: list[str],
+    back: bool = False,
+    rounds: int = 2,
+) -> Any:
+    """Return the result of a run of two clients of the schedule."""
+    grid = grid_of(of_the_schedule(i, seen, back) for i in range(2))
+    return strategy.start(grid, ArrayRecord(start), rounds)
+
+
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [("freeze-a", "BBB"), ("alternate", "BAB"), ("both", ["both"] * 3)],
@@ -58,10 +87,8 @@ def of_the_schedule(
 def test_clients_are_told_what_they_train(schedule: str, said: Any) -> None:
     seen = []
     options = RivalOptions("mean", schedule=schedule)
-    grid = grid_of(of_the_schedule(i, seen) for i in range(2))
-    result = FedAvgRivalLoRA(CONFIG, options, **EVERY).start(
-        grid, ArrayRecord(floats(adapter(9))), 3
-    )
+    strategy = FedAvgRivalLoRA(CONFIG, options, **EVERY)
+    result = played(strategy, START, seen, rounds=3)
     assert seen[::2] == list(said)
     errors = [result.train_metrics_clientapp[n][ERROR] for n in (1, 2, 3)]
     assert max(errors) < 1e-6 if schedule != "both" else min(errors) > 0.01
@@ -69,21 +96,17 @@ def test_clients_are_told_what_they_train(schedule: str, said: Any) -> None:
 
 @pytest.mark.parametrize("back", [False, True])
 def test_residuals_travel_to_the_clients_who_may_send_them_back(back: bool) -> None:
-    seen = []
-    options = RivalOptions("mean", residual="fold")
-    grid = grid_of(of_the_schedule(i, seen, back) for i in range(2))
-    start = floats(adapter(9))
-    found = FedAvgRivalLoRA(CONFIG, options, **EVERY).start(grid, ArrayRecord(start), 2)
+    start = START
+    found = played(FedAvgRivalLoRA(CONFIG, FOLD, **EVERY), start, [], back)
     tensors = found.arrays.to_torch_state_dict()
     assert tensors.keys() - start.keys() == {f"{module}.residual" for module in MODULES}
     metrics = found.train_metrics_clientapp
     assert metrics[2][ERROR] == 0
     assert not any("fedrot-replies-dropped" in metrics[number] for number in (1, 2))
     # Both clients add the same in every round, so that the mean product is known.
-    steps = [floats(adapter(i)) for i in range(2)]
-    rest = {module: torch.zeros(()) for module in MODULES}
+    rest = dict.fromkeys(MODULES, torch.zeros(()))
     for _ in range(2):
-        sent = [{n: t + 0.3 * step[n] for n, t in start.items()} for step in steps]
+        sent = [stepped(start, i) for i in range(2)]
         mean = {n: (sent[0][n] + sent[1][n]) / 2 for n in start}
         for module in MODULES:
             dense = (product(sent[0], module) + product(sent[1], module)) / 2
@@ -95,9 +118,7 @@ def test_residuals_travel_to_the_clients_who_may_send_them_back(back: bool) -> N
 
 def test_a_run_goes_on_from_the_result_of_another() -> None:
     """A residual stays where the next run adds none."""
-    folded = started(
-        FedAvgRivalLoRA(CONFIG, RivalOptions("mean", residual="fold"), **EVERY)
-    ).arrays
+    folded = started(FedAvgRivalLoRA(CONFIG, FOLD, **EVERY)).arrays
     residuals = {
         n: t for n, t in folded.to_torch_state_dict().items() if "residual" in n
     }
@@ -107,40 +128,27 @@ def test_a_run_goes_on_from_the_result_of_another() -> None:
     ):
         grid = grid_of(map(client, range(3)))
         found = strategy.start(grid, folded, 1).arrays.to_torch_state_dict()
-        assert all(
-            torch.equal(found[name], tensor) for name, tensor in residuals.items()
-        )
+        assert equal(found, residuals)
 
 
 def test_small_frozen_factors_survive_half_precision_on_the_wire() -> None:
-    seen = []
     strategy = FedAvgRivalLoRA(
         CONFIG,
         RivalOptions("mean", schedule="alternate"),
         server=Server(wire=torch.float16),
         **EVERY,
     )
-    start = {n: 1e-6 * t if "_B" in n else t for n, t in floats(adapter(9)).items()}
-    grid = grid_of(of_the_schedule(i, seen) for i in range(2))
-    result = strategy.start(grid, ArrayRecord(start), 3)
+    start = {n: 1e-6 * t if "_B" in n else t for n, t in START.items()}
+    result = played(strategy, start, [], rounds=3)
     assert set(result.train_metrics_clientapp) == {1, 2, 3}
 
 
 def test_a_round_is_the_average_of_the_replies() -> None:
     options = RivalOptions("rotate")
-    start = floats(adapter(9))
-    found = started(
-        FedAvgRivalLoRA(CONFIG, options, **EVERY)
-    ).arrays.to_torch_state_dict()
-    sent = [
-        {n: t + 0.3 * floats(adapter(i))[n] for n, t in start.items()} for i in range(3)
-    ]
-    given = [AdapterUpdate(tensors, 10 + i, SETTINGS) for i, tensors in enumerate(sent)]
-    expected, _ = average_adapters(given, SETTINGS, options, start)
-    assert all(
-        torch.allclose(found[name], tensor, atol=1e-5)
-        for name, tensor in expected.items()
-    )
+    found = started(FedAvgRivalLoRA(CONFIG, options, **EVERY))
+    given = [AdapterUpdate(stepped(START, i), 10 + i, SETTINGS) for i in range(3)]
+    expected, _ = average_adapters(given, SETTINGS, options, START)
+    assert close(found.arrays.to_torch_state_dict(), expected, atol=1e-5)
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Any) -> None:
@@ -154,12 +162,12 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Any) -> None:
     started(strategy(checkpoints=Checkpointing(tmp_path)), 2)
     rest = strategy(checkpoints=Checkpointing(tmp_path))
     resumed = started(rest, 3).arrays.to_torch_state_dict()
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+    assert equal(resumed, whole)
 
 
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(FedrotError, match=r"FedAdam"):
-        RivalAdam(CONFIG, RivalOptions("mean", residual="fold"))
+        RivalAdam(CONFIG, FOLD)
     with pytest.raises(FedrotError, match=r"options is 'exact'; pass fedrot\.lora"):
         FedAvgRivalLoRA(CONFIG, "exact")  # type: ignore[arg-type]
     table = {

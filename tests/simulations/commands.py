@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from typer.testing import CliRunner
 
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.run_folder import read_run
+
+#: Values by name; rows of a table.
+Fields = dict[str, Any]
+Rows = list[Fields]
 
 #: Settings of a run of seconds.
 SMALL = {

@@ -19,6 +19,7 @@ import fedrot
 from fedrot.simulations import engine
 from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
 from fedrot.simulations.environment import PLUGINS, load_plugins, prepare_environment
+from tests.simulations.commands import Fields
 
 
 def halves(number: int, tell: Tell) -> None:
@@ -64,9 +65,15 @@ def running(path: str, name: str, tell: Tell) -> None:
     tell((began, time.monotonic()))
 
 
+def workers() -> set[psutil.Process]:
+    """Return the processes for jobs that are running."""
+    children = psutil.Process().children(recursive=True)
+    return {child for child in children if "--multiprocessing-fork" in child.cmdline()}
+
+
 def heard(
     jobs: list[Job], machine: Machine, tick: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
+) -> Fields:
     """Return what each job said, by name."""
     found = {job.name: [] for job in jobs}
     run_jobs(jobs, machine, lambda job, said: found[job.name].append(said), tick)
@@ -90,7 +97,7 @@ def test_jobs_of_this_process_say_what_they_do_and_how_they_end() -> None:
     sound(heard([Job(str(number), halves, (number,)) for number in (2, 5, 6)], ONE))
 
 
-def sound(found: dict[str, Any]) -> None:
+def sound(found: Fields) -> None:
     assert (found["2"], found["6"]) == ([1, 1, Ended()], [3, 3, Ended()])
     *said, end = found["5"]
     assert (said, end.died, "in halves" in end.failure) == ([2, 2], False, True)
@@ -107,11 +114,8 @@ def test_a_job_whose_process_dies_ends_alone_and_is_not_tried_again(
     ]
     found = heard(jobs, machine)
     said, end = found["dead"]
-    assert (said, end.died, "code 3" in end.failure or machine != TWO) == (
-        "alive",
-        True,
-        True,
-    )
+    assert (said, end.died) == ("alive", True)
+    assert "code 3" in end.failure or machine != TWO
     assert file.read_text() == "died\n"
     sound(found)
 
@@ -129,10 +133,9 @@ def test_two_places_share_the_jobs_and_the_caller_hears_and_looks_while_they_run
     run_jobs(
         [Job(n, sleep, (1.5,)) for n in "ab"], machine, hear, lambda: ticks.append(None)
     )
-    assert [(plugins, end) for plugins, _, end in said.values()] == [
-        ("json", Ended())
-    ] * 2
-    assert len({place for _, place, _ in said.values()}) == 2
+    plugins, places, ends = map(list, zip(*said.values(), strict=True))
+    assert (plugins, ends) == (["json"] * 2, [Ended()] * 2)
+    assert len({*places}) == 2
     assert max(when) - min(when) > 1
     assert len(ticks) >= 3
 
@@ -154,11 +157,10 @@ def test_nothing_is_left_running_when_the_caller_stops() -> None:
     def stop(job: Job, said: Any) -> None:
         raise KeyboardInterrupt
 
-    before = set(psutil.Process().children(recursive=True))
+    before = workers()
     with pytest.raises(KeyboardInterrupt):
         run_jobs([Job(name, sleep, (60.0,)) for name in "abc"], TWO, stop, lambda: None)
-    left = set(psutil.Process().children(recursive=True)) - before
-    assert not [child for child in left if "--multiprocessing-fork" in child.cmdline()]
+    assert workers() <= before
 
 
 def test_ctrl_c_waits_until_a_process_has_started(
@@ -188,11 +190,7 @@ def test_ctrl_c_waits_until_a_process_has_started(
         signal.signal(stop, before)
         end.set()
     assert len(ended) == 1
-    assert not [
-        own
-        for own in psutil.Process().children()
-        if "--multiprocessing-fork" in own.cmdline()
-    ]
+    assert not workers()
     assert stop not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 

@@ -24,6 +24,8 @@ from fedrot.simulations.run_folder import (
     read_run,
     versions,
 )
+from tests.simulations.commands import Fields
+from tests.simulations.report import runs as reports
 
 
 def of(**fields: Any) -> Experiment:
@@ -32,33 +34,20 @@ def of(**fields: Any) -> Experiment:
     )
 
 
-def described(*experiments: Experiment, counts: Any = ((1, 2),)) -> dict[str, Any]:
+def described(*experiments: Experiment, counts: Any = ((1, 2),)) -> Fields:
     """Return experiments by name, as in ``config.json``."""
     found = {}
     for experiment in experiments:
-        strategies = {
-            own.name: own.model_dump(mode="json") for own in experiment.strategies
-        }
-        seeds = {str(seed): [*map(list, counts)] for seed in experiment.seeds}
-        more = {"label_names": ["x", "y"], "seeds": seeds, "strategies": strategies}
-        found[experiment.name] = {**experiment.model_dump(mode="json"), **more}
+        about = found[experiment.name] = experiment.model_dump(mode="json")
+        about["label_names"] = ["x", "y"]
+        about["seeds"] = {str(n): [*map(list, counts)] for n in experiment.seeds}
+        about["strategies"] = {own["name"]: own for own in about["strategies"]}
     return found
 
 
-def row(cell: Cell, value: float | None = 0.5, **others: Any) -> dict[str, Any]:
-    labels = {
-        "experiment": cell.experiment.name,
-        "strategy": cell.strategy.name,
-        "seed": cell.seed,
-    }
-    return {
-        **labels,
-        "round": 1,
-        "scope": "central",
-        "metric": "loss",
-        "value": value,
-        **others,
-    }
+def row(cell: Cell, value: float = 0.5) -> Fields:
+    name = cell.experiment.name
+    return reports.row(cell.strategy.name, cell.seed, value, experiment=name)
 
 
 def filled(path: Path, *experiments: Experiment, command: str = "first") -> RunFolder:
@@ -162,7 +151,7 @@ def test_damaged_files_are_named(
     ],
 )
 def test_results_of_other_settings_are_not_mixed(
-    tmp_path: Path, fields: Any, said: str
+    tmp_path: Path, fields: Fields, said: str
 ) -> None:
     filled(tmp_path, of())
     before = (tmp_path / "config.json").read_text()

@@ -5,6 +5,7 @@ run.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -34,7 +35,9 @@ from fedrot.simulations.report import pages
 from fedrot.simulations.run_folder import Cell, RunFolder, cells_of, read_run
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import task_of
-from tests.simulations.commands import SMALL, run, settings
+from tests.simulations.commands import SMALL, Fields, Rows, run, settings
+from tests.simulations.commands import values as read_values
+from tests.simulations.report.runs import row
 from tests.simulations.tasks.cases import SIZES, save
 
 FILE = """
@@ -94,7 +97,7 @@ def whole(tmp_path_factory: Any) -> Path:
     return folder / "run"
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
+def rows_of(folder: Path) -> Rows:
     """Return the rows without durations."""
     return [
         row for row in read_run(folder).rows if not row["metric"].startswith("seconds-")
@@ -124,22 +127,19 @@ def test_a_run_says_what_it_does_and_keeps_all_of_it(whole: Path) -> None:
     kept = read_run(whole)
     complete(whole, whole)
     assert len(files(whole)) == CELLS
-    order = [(row["experiment"], row["seed"], row["strategy"]) for row in kept.rows]
-    names = ("fedavg", "aligned", "head_only")
-    wanted = [
-        (e, seed, name) for e in ("one", "two") for seed in (0, 1) for name in names
-    ]
-    assert [*dict.fromkeys(order)] == wanted
-    lines = re.findall(
-        r"\[(\d+) of 12\] (\S+) · seed (\d) · (\w+): accuracy (0\.\d{3})", printed
-    )
-    assert [int(number) for number, *_ in lines] == [*range(1, CELLS + 1)]
-    last = {
-        (row["experiment"], str(row["seed"]), row["strategy"]): f"{row['value']:.3f}"
+    lines = re.findall(r"\[(\d+) of 12\] (.+?: accuracy 0\.\d{3})", printed)
+    assert [int(number) for number, _ in lines] == [*range(1, CELLS + 1)]
+    titles = {
+        f"{row['experiment']} · seed {row['seed']} · {row['strategy']}": row["value"]
         for row in kept.rows
         if (row["scope"], row["round"], row["metric"]) == ("central", 2, "accuracy")
     }
-    assert {tuple(place): value for _, *place, value in lines} == last
+    names = ("fedavg", "aligned", "head_only")
+    places = itertools.product(("one", "two"), (0, 1), names)
+    assert [*titles] == [f"{e} · seed {seed} · {name}" for e, seed, name in places]
+    assert {line for _, line in lines} == {
+        f"{title}: accuracy {value:.3f}" for title, value in titles.items()
+    }
     assert re.search(r"This takes about \d+ s in 1 process with \d+\.\d GB", printed)
     assert printed.count("120 training rows and 20 test rows, 7 classes.") == 1
     assert f"Report: {whole / 'report.html'}" in printed
@@ -161,19 +161,9 @@ def started(
     """Return a run that has finished so many parts, its children, and those that run
     jobs.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "fedrot",
-        "simulate",
-        file,
-        "--out",
-        out,
-        "--workers",
-        workers,
-    ]
+    command = f"{sys.executable} -m fedrot simulate {file} --out {out}"
     process = subprocess.Popen(
-        [*map(str, command)],
+        [*command.split(), "--workers", str(workers)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -218,13 +208,8 @@ def test_a_stopped_run_goes_on(
     assert process.returncode == {signal.SIGKILL: -9}.get(how, 130)
     before = files(out)
     assert 2 <= len(before) < CELLS, printed
-    for path in {*(out / "cells").iterdir()} - {
-        *out.glob("cells/*.txt")
-    }:  # none is half written
-        assert (path.suffix, bool(json.loads(path.read_text())["rows"])) == (
-            ".json",
-            True,
-        )
+    for path in (out / "cells").iterdir():  # none is half written
+        assert path.suffix == ".txt" or json.loads(path.read_text())["rows"]
     if how != signal.SIGKILL:
         assert f"Interrupted; {len(before)} of 12 results are in" in " ".join(
             printed.split()
@@ -282,36 +267,25 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
             if cell.strategy.name == "aligned":
                 hear(job, Ended("The process of the job ended: killed", died=True))
                 return
-            row = {
-                "experiment": "a",
-                "strategy": cell.strategy.name,
-                "seed": 0,
-                "scope": "central",
-            }
-            row |= {
-                "round": 3,
-                "metric": "loss",
-                "value": {"fedavg": None}.get(cell.strategy.name, 1.0),
-            }
-            hear(job, runs.CellResult(cell.name, [row], [], ""))
+            value = None if cell.strategy.name == "fedavg" else 1.0
+            told = row(
+                cell.strategy.name, 0, value, experiment="a", round=3, metric="loss"
+            )
+            hear(job, ("cell", cell.name, [told], [], "", ""))
         hear(job, Ended())
 
     monkeypatch.setattr(runs, "run_jobs", dying)
     run.finish(Machine(1))
     assert tried == [["fedavg", "aligned", "head_only"], ["head_only"]]
     assert run.failed == 1
-    assert {row["strategy"] for row in read_run(tmp_path).rows} == {
-        "fedavg",
-        "head_only",
-    }
+    kept = {row["strategy"] for row in read_run(tmp_path).rows}
+    assert kept == {"fedavg", "head_only"}
     (told,) = tmp_path.glob("cells/*.txt")
-    assert (
-        told.read_text()
-        == "a · seed 0 · aligned\n\nThe process of the job ended: killed"
-    )
+    title = "a · seed 0 · aligned"
+    assert told.read_text() == f"{title}\n\nThe process of the job ended: killed"
     first, second, third = shown.getvalue().splitlines()
     assert first == "[1 of 3] a · seed 0 · fedavg: loss nan"
-    assert second.startswith("[2 of 3] a · seed 0 · aligned: FAILED, see ")
+    assert second.startswith(f"[2 of 3] {title}: FAILED, see ")
     assert third == "[3 of 3] a · seed 0 · head_only: loss 1.000"
 
 
@@ -374,34 +348,23 @@ def test_costs_are_of_trainings_that_are_not_shared() -> None:
     """By hand, in rows of training: 450 of 500 are trained on, and 20 are for tests."""
     tables = [{"name": "slow", "alignment": False, "learning_rate": 1e-4}]
     tables += [{"name": "half", "alignment": False, "fraction_train": 0.5}]
-    names = ["fedavg", "fedavg_head", "aligned", "head_only", "fit_head"]
-    more = {
-        "rounds": 2,
-        "holdout": 0.1,
-        "first_epochs": 3,
-        "local_epochs": 2,
+    more = {"rounds": 2, "holdout": 0.1, "first_epochs": 3, "local_epochs": 2}
+    # Rows that are trained on, and others that pass through the model.
+    expected = {
+        "fedavg": (2500, 60),
+        "fedavg_head": (0, 560),
+        "aligned": (1000, 60),
+        "head_only": (0, 520),
+        "fit_head": (1000, 2560),
+        "slow": (2500, 60),
+        "half": (500, 60),
     }
+    names = [*expected][:5]
     cells, found = costs(of(strategies=[*names, *tables], train_limit=500, **more))
-    rows = 500
-    e = training.EVALUATED
-    passed = {
-        "fedavg": 3 * 20,
-        "fedavg_head": 3 * 20 + rows,
-        "aligned": 3 * 20,
-        "head_only": 20 + rows,
-    }
-    passed |= {"fit_head": 3 * 20 + 5 * rows, "slow": 3 * 20, "half": 3 * 20}
-    trained = {
-        "fedavg": 5 * rows,
-        "fedavg_head": 0,
-        "head_only": 0,
-        "slow": 5 * rows,
-        "half": rows,
-    }
     for cell in cells:
-        name = cell.strategy.name
-        expected = trained.get(name, 2 * rows) + e * (passed[name] + 0.1 * rows)
-        assert found[cell.name] == pytest.approx(expected), name
+        trained, passed = expected[cell.strategy.name]
+        cost = trained + training.EVALUATED * (passed + 50)
+        assert found[cell.name] == pytest.approx(cost), cell.name
 
 
 def test_a_row_is_timed_in_the_second_step_and_memory_is_that_of_all_models(
@@ -413,11 +376,8 @@ def test_a_row_is_timed_in_the_second_step_and_memory_is_that_of_all_models(
     found = checked(experiment)
     model = build_model(experiment, task_of(experiment.to_json()).data, 0)
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
-    assert (found.seconds, found.memory, found.test_rows) == (
-        3 / 32,
-        (2 + 3) * size,
-        20,
-    )
+    measured = (found.seconds, found.memory, found.test_rows)
+    assert measured == (3 / 32, (2 + 3) * size, 20)
 
 
 def test_an_estimate_counts_jobs_and_places() -> None:
@@ -432,14 +392,8 @@ def test_an_estimate_counts_jobs_and_places() -> None:
         found = estimate(cells, costs, {"a": known}, machine)
         assert f"This takes about {said}" in found
         assert 3 < float(found.split("with ")[1].split(" GB")[0]) < 20
-    assert [in_words(seconds) for seconds in (0.2, 50, 89, 170, 5369, 6000)] == [
-        "1 s",
-        "50 s",
-        "89 s",
-        "3 min",
-        "89 min",
-        "1 h 40 min",
-    ]
+    words = [in_words(seconds) for seconds in (0.2, 50, 89, 170, 5369, 6000)]
+    assert ", ".join(words) == "1 s, 50 s, 89 s, 3 min, 89 min, 1 h 40 min"
 
 
 def test_what_is_known_and_said_of_the_data() -> None:
@@ -449,47 +403,33 @@ def test_what_is_known_and_said_of_the_data() -> None:
     task = task_of(experiment.to_json())
     found = checked(experiment)
     assert found.described["label_names"] == list(task.data.label_names)
-    for seed in (3, 7):
-        labels = [task.data.train.labels[rows] for rows in task.clients(seed)]
-        counts = [[int((own == k).sum()) for k in range(7)] for own in labels]
-        assert found.described["seeds"][str(seed)] == counts
+    assert found.described["seeds"] == {
+        str(seed): task.partition(seed)[1] for seed in (3, 7)
+    }
     strategies = found.described["strategies"].values()
     assert [own["code"] for own in strategies] == ["FedAvg()", "FedRot(model.config)"]
     assert all(own["says"] for own in strategies)
-    train, test = (
-        np.bincount(split.labels, minlength=7)
-        for split in (task.data.train, task.data.test)
-    )
-    largest = int(train.argmax())
-    said = " ".join(found.sentences)
-    share = test[largest] / test.sum()
-    assert (
-        f"always answers '{task.data.label_names[largest]}' would have accuracy "
-        f"{share:.3f}." in said
-    )
+    largest = int(np.bincount(task.data.train.labels).argmax())
+    said = " ".join(found.said)
+    share = (task.data.test.labels == largest).mean()
+    answer = f"always answers '{task.data.label_names[largest]}'"
+    assert f"{answer} would have accuracy {share:.3f}." in said
     sizes = [len(rows) for rows in task.clients(3)]
     assert f"2 clients have {min(sizes)} to {max(sizes)} rows each (seed 3)" in said
     assert f"leaves out {60 - sum(sizes)} of 60 rows (seed 3)." in said
     # Few rows to choose by are said, too.
     chosen = {"holdout": 0.5, "strategies": "fedavg,fit_head,guarded"}
     few = "Clients hold out 40 rows in all (seed 0), by which fit_head, guarded choose"
-    said = " ".join(checked(of(train_limit=80, **chosen)).sentences)
-    assert (few in said, "leaves out" in said, "have 40 rows each" in said) == (
-        True,
-        False,
-        True,
-    )
-    assert "holdout above 0.5" in said  # not one that the run has
-    more = " ".join(
-        checked(of(train_limit=400, partition="column:label_name", **chosen)).sentences
-    )
-    assert ("hold out" in more, "(seed 0), of 7 values of 'label_name'." in more) == (
-        False,
-        True,
-    )
-    assert "always" not in " ".join(
-        checked(of(task="mlm", strategies="fedavg")).sentences
-    )
+    remarks = " ".join(checked(of(train_limit=80, **chosen)).said)
+    assert few in remarks
+    assert "leaves out" not in remarks
+    assert "have 40 rows each" in remarks
+    assert "holdout above 0.5" in remarks  # not one that the run has
+    of_column = {"train_limit": 400, "partition": "column:label_name", **chosen}
+    remarks = " ".join(checked(of(**of_column)).said)
+    assert "hold out" not in remarks
+    assert "(seed 0), of 7 values of 'label_name'." in remarks
+    assert "always" not in " ".join(checked(of(task="mlm", strategies="fedavg")).said)
 
 
 @pytest.mark.parametrize(
@@ -502,7 +442,7 @@ def test_what_is_known_and_said_of_the_data() -> None:
         ({"fit_head": True, "clients": [1, 3]}, "needs clients' held-out rows"),
     ],
 )
-def test_a_strategy_that_cannot_run_is_refused(table: Any, words: str) -> None:
+def test_a_strategy_that_cannot_run_is_refused(table: Fields, words: str) -> None:
     experiment = of(
         strategies=[{"name": "mine", **table}],
         clients=4,
@@ -518,20 +458,14 @@ def test_a_run_that_cannot_begin_leaves_no_results(tmp_path: Path) -> None:
     given = settings(
         {**SMALL, "seeds": 1, "strategies": "fedavg", "ray": "127.0.0.1:1"}
     )
-    run(
-        "simulate",
-        "--out",
-        tmp_path / "run",
-        *given,
-        code=2,
-        says="There is no Ray cluster at '127.0.0.1:1'",
-    )
+    said = "There is no Ray cluster at '127.0.0.1:1'"
+    run("simulate", "--out", tmp_path / "run", *given, code=2, says=said)
     assert not [*tmp_path.rglob("cells/*")]
 
 
 @pytest.mark.parametrize("moving", [{"strategies": "aligned"}, {"start": "scrambled"}])
 def test_only_runs_that_move_weights_need_a_supported_family(
-    moving: Any, tmp_path: Path
+    moving: Fields, tmp_path: Path
 ) -> None:
     config = transformers.BigBirdConfig(**SIZES, attention_type="original_full")
     fields = {**MODEL, "model": str(save(tmp_path, config)), "strategies": "fedavg"}
@@ -567,7 +501,7 @@ def encoder(tmp_path_factory: Any) -> Path:
     ],
 )
 def test_a_model_of_another_precision_runs_as_the_dry_run_says(
-    values: Any, strategies: int, encoder: Path, tmp_path: Path
+    values: Fields, strategies: int, encoder: Path, tmp_path: Path
 ) -> None:
     given = {**MODEL, "model": encoder, **values}
     line = ("simulate", "--out", tmp_path / "run", *settings(given))
@@ -576,14 +510,9 @@ def test_a_model_of_another_precision_runs_as_the_dry_run_says(
     assert [*tmp_path.iterdir()] == []
     run(*line, "--workers", 1)
     kept = read_run(tmp_path / "run")
-    found = {row["strategy"] for row in kept.rows}
-    assert len(found) == strategies
+    assert len({row["strategy"] for row in kept.rows}) == strategies
     assert kept.missing == []
-    first = [
-        r["value"]
-        for r in kept.rows
-        if (r["scope"], r["round"], r["metric"]) == ("central", 0, "loss")
-    ]
-    assert all(0 < value < 3 for value in first)
+    for (_, _, number, metric), value in read_values(tmp_path / "run").items():
+        assert (number, metric) != (0, "loss") or 0 < value < 3
     losses = [row["value"] for row in kept.rows if row["metric"] == "train-loss"]
     assert min(losses) < max(losses)

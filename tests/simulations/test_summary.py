@@ -15,36 +15,33 @@ from scipy import stats
 
 from fedrot.simulations.report.findings import lead, sentences
 from fedrot.simulations.summary import BOUNDS, Verdict, paired_difference, verdicts_of
+from tests.simulations.commands import Fields, Rows
 from tests.simulations.report.runs import levels, row, run_of, strategy
 
 BASE = (0.50, 0.52, 0.54)
-WIDE = (0.03, -0.03, 0.01)
+#: Spreads over seeds: clear, and not.
+CLEAR, WIDE = (0.0, 0.001, 0.002), (0.03, -0.03, 0.01)
 
 
-def raised(gain: float, spread: Sequence[float] = (0.0, 0.001, 0.002)) -> list[float]:
+def raised(gain: float, spread: Sequence[float] = CLEAR) -> list[float]:
     """Return the base's values with a gain, which differs by seed."""
     return [base + gain + own for base, own in zip(BASE, spread, strict=True)]
 
 
-def judged(
-    rows: list[dict[str, Any]], *strategies: dict[str, Any], **more: Any
-) -> Verdict:
+def judged(rows: Rows, *strategies: Fields, **more: Any) -> Verdict:
     (found,) = verdicts_of(run_of(rows, strategies, **more))
     return found
 
 
-def told(rows: list[dict[str, Any]]) -> str:
+def told(rows: Rows) -> str:
     """Return all that is said of some rows, a sentence a line."""
     return "\n".join([lead(judged(rows)), *sentences(judged(rows))])
 
 
-def of(name: str, accuracy: Any, loss: Any, size: float = 1e6) -> list[dict[str, Any]]:
+def of(name: str, accuracy: Any, loss: Any, size: float = 1e6) -> Rows:
     """Return rows of accuracy, loss, and bytes of messages."""
-    messages = {
-        "bytes-sent": [size] * 3,
-        "bytes-received": [size] * 3,
-        "requests": [4.0] * 3,
-    }
+    messages = dict.fromkeys(("bytes-sent", "bytes-received"), [size] * 3)
+    messages["requests"] = [4.0] * 3
     scores = levels(name, {"accuracy": accuracy, "loss": loss})
     return scores + levels(name, messages, scope="messages")
 
@@ -52,9 +49,7 @@ def of(name: str, accuracy: Any, loss: Any, size: float = 1e6) -> list[dict[str,
 FEDAVG = of("fedavg", BASE, [1.0, 1.1, 1.2])
 
 
-def other(
-    name: str, gain: float, fall: float, size: float = 1e6
-) -> list[dict[str, Any]]:
+def other(name: str, gain: float, fall: float, size: float = 1e6) -> Rows:
     """Return rows of a strategy with a higher accuracy and a lower loss than
     FedAvg's.
     """
@@ -170,55 +165,41 @@ def test_the_lowest_loss_is_recommended_but_no_bound(
         strategy("ensemble", kind="ensemble"),
     ]
     found = judged(rows, *about)
-    assert [own.name for own in found.standings][:3] == [
-        "fit_head",
-        "fedavg",
-        "ensemble",
-    ]
+    names = [standing.name for standing in found.standings]
+    assert names[:3] == ["fit_head", "fedavg", "ensemble"]
     assert found.code == "FedRot(fit_head)"
     assert lead(found) == (
         "Use fit_head: accuracy 0.571, fedavg 0.520 (+0.051 [+0.049, +0.053]). "
         "Best in accuracy: aligned, +0.101 [+0.099, +0.103]."
     )
     said = " ".join(sentences(found))
-    assert (
-        "Also better than fedavg: aligned, accuracy +0.101 [+0.099, +0.103], loss "
-        "-0.200" in said
-    )
-    assert (
-        "For comparison joined (all rows in one place, an upper bound): accuracy 0.821"
-        in said
-    )
-    assert "For comparison ensemble (no model for clients)" in said
-    assert "0.400 MB. Worse than fedavg: worse, accuracy -0.099" in said
-    assert (
-        "All messages of the run: 2.000 MB, 4 requests; fedavg 2.000 MB, 4 requests."
-        in said
-    )
+    for words in (
+        "Also better than fedavg: aligned, accuracy +0.101 [+0.099, +0.103], loss -0.2",
+        "For comparison joined (all rows in one place, an upper bound): accuracy 0.821",
+        "For comparison ensemble (no model for clients)",
+        "0.400 MB. Worse than fedavg: worse, accuracy -0.099",
+        "All messages of the run: 2.000 MB, 4 requests; fedavg 2.000 MB, 4 requests.",
+    ):
+        assert words in said
 
 
 def test_without_a_decided_difference_the_reference_stays() -> None:
     rows = [*FEDAVG, *of("aligned", raised(0, WIDE), [0.9, 1.2, 1.15])]
-    assert told(rows).startswith(
-        "Keep fedavg: nothing is better beyond noise with 3 seeds."
-    )
+    said = told(rows)
+    assert said.startswith("Keep fedavg: nothing is better beyond noise with 3 seeds.")
     # Differences of accuracy 0.03, -0.03, 0.01: mean 0.00333, half of the interval
     # 0.0759.
-    assert "accuracy has to differ by 0.076 to be" in told(rows)
-    assert "accuracy +0.003 [-0.073, +0.079], 2.000 MB." in told(rows)
-    rows = [
-        *FEDAVG,
-        *of("aligned", raised(0.02, WIDE), [0.9, 1.2, 1.15]),
-        row("b", 0, 1.0),
-    ]
-    assert "with 1 to 3 seeds" in told(rows)
-    one = [own for own in [*FEDAVG, *other("aligned", 0.1, 0.2)] if own["seed"] == 0]
-    assert told(one).startswith(
-        "Undecided: fewer than three seeds do not show what is noise."
+    assert "accuracy has to differ by 0.076 to be" in said
+    assert "accuracy +0.003 [-0.073, +0.079], 2.000 MB." in said
+    assert "with 1 to 3 seeds" in told([*rows, row("b", 0, 1.0)])
+    first = [row for row in [*FEDAVG, *other("aligned", 0.1, 0.2)] if row["seed"] == 0]
+    said = told(first)
+    assert said.startswith(
+        "Undecided: fewer than three seeds do not show what is noise"
     )
+    assert "Best in accuracy: aligned, +0.100." in said
     named = (strategy("fedavg"), strategy("aligned"))
-    assert (judged(one, *named).code, bool(judged(FEDAVG, *named).code)) == ("", True)
-    assert "Best in accuracy: aligned, +0.100." in lead(judged(one))
+    assert (judged(first, *named).code, bool(judged(FEDAVG, *named).code)) == ("", True)
     assert "there is nothing to compare it with" in told(FEDAVG)
 
 
@@ -228,10 +209,8 @@ def test_macro_f1_beside_accuracy_can_decide() -> None:
         "fit_head", {"macro_f1": raised(0.178)}
     )
     found = judged(rows)
-    assert (found.judged, found.recommended.name) == (
-        ["accuracy", "macro_f1", "loss"],
-        "fit_head",
-    )
+    assert found.judged == ["accuracy", "macro_f1", "loss"]
+    assert found.recommended.name == "fit_head"
     assert told(rows).startswith("Use fit_head: macro F1 0.699, fedavg 0.520 (+0.179")
     # All clear gains in scores are named, whatever the loss gains.
     both = levels("fit_head", {"accuracy": raised(0.01), "loss": [0.1, 0.2, 0.3]})
@@ -243,16 +222,12 @@ def test_macro_f1_beside_accuracy_can_decide() -> None:
 @pytest.mark.parametrize(
     ("metric", "gain", "spread", "best"),
     [
-        ("macro_f1", 0.178, (0.0, 0.001, 0.002), "fit_head, +0.179 [+0.177, +0.181]"),
-        (
-            "macro_f1",
-            0.1,
-            (0.0, 0.001, 0.002),
-            "fit_head, +0.101 [+0.099, +0.103]",
-        ),  # less, and clear
+        ("macro_f1", 0.178, CLEAR, "fit_head, +0.179 [+0.177, +0.181]"),
+        # Less, and clear.
+        ("macro_f1", 0.1, CLEAR, "fit_head, +0.101 [+0.099, +0.103]"),
         ("macro_f1", 0.03, WIDE, "aligned, +0.200 [-"),
         ("macro_f1", -0.2, WIDE, "aligned, +0.200 [-"),
-        ("perplexity", -0.1, (0.0, 0.001, 0.002), "fit_head, -0.099 [-0.101, -0.097]"),
+        ("perplexity", -0.1, CLEAR, "fit_head, -0.099 [-0.101, -0.097]"),
         ("perplexity", -0.5, WIDE, "fit_head, -0.497 [-0.573, -0.421]"),
     ],
 )
@@ -262,22 +237,14 @@ def test_the_best_in_a_score_is_in_the_verdict(
     """Whichever strategy it is, also if its loss is worse; undecided ones only without
     clear ones.
     """
-    losses = {"fedavg": BASE, "fit_head": raised(1.0), "aligned": BASE}
-    values = {
-        "fedavg": BASE,
-        "fit_head": raised(gain, spread),
-        "aligned": raised(0.1, (0.4, -0.3, 0.2)),
-    }
-    names = ("accuracy", metric) if metric == "macro_f1" else (metric,)
-    rows = [
-        own
-        for name, loss in losses.items()
-        for key in (*names, "loss")
-        for own in levels(
-            name,
-            {key: values[name] if key == metric else loss if key == "loss" else BASE},
-        )
-    ]
+    same = {"accuracy": BASE} if metric == "macro_f1" else {}
+    rows = []
+    for name, values, losses in (
+        ("fedavg", BASE, BASE),
+        ("fit_head", raised(gain, spread), raised(1.0)),
+        ("aligned", raised(0.1, (0.4, -0.3, 0.2)), BASE),
+    ):
+        rows += levels(name, {**same, metric: values, "loss": losses})
     found = lead(judged(rows))
     kept = (
         "nothing is better beyond noise"
@@ -302,11 +269,9 @@ def test_the_best_in_a_score_is_in_the_verdict(
 def test_without_fedavg_the_first_is_the_reference(
     names: Any, kind: str, expected: str
 ) -> None:
-    rows = [
-        own
-        for name in names
-        for own in of(name, BASE, [math.nan if name == "nan" else 1.0] * 3)
-    ]
+    rows = []
+    for name in names:
+        rows += of(name, BASE, [math.nan if name == "nan" else 1.0] * 3)
     about = [strategy(names[0], kind=kind)] if kind else []
     assert judged(rows, *about).reference.name == expected
 
@@ -333,9 +298,8 @@ def test_the_worst_client_is_the_mean_over_seeds_of_the_lowest() -> None:
         for more in ({}, {"round": 0}, {"metric": "train-loss"})
     ]
     assert judged([*FEDAVG, *rows]).recommended.worst == pytest.approx(0.15)
-    assert "Worst client, on its own held-out rows: accuracy 0.150" in told(
-        [*FEDAVG, *rows]
-    )
+    worst = "Worst client, on its own held-out rows: accuracy 0.150"
+    assert worst in told([*FEDAVG, *rows])
     perplexity = [
         {**own, "metric": own["metric"].replace("accuracy", "perplexity")}
         for own in rows
@@ -361,10 +325,10 @@ def test_naming_one_class_is_no_learning(
     assert (found.most_frequent, found.learned) == (pytest.approx(0.6), learned)
     assert lead(found).startswith("Nothing was learned") is not learned
     assert bool(found.code) is learned
+    # Without names of classes there is none to name.
     assert judged(levels("fedavg", values)).learned
-    assert judged(
-        levels("fedavg", values), label_names=[], seeds={"0": [[4], [2]]}
-    ).learned
+    unnamed = {"label_names": [], "seeds": {"0": [[4], [2]]}}
+    assert judged(levels("fedavg", values), **unnamed).learned
 
 
 def test_experiments_come_in_the_order_of_the_configuration() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from fedrot import FedrotError, canonical, random_equivalent, symmetry_of
+from fedrot import FedrotError, Symmetry, canonical, random_equivalent, symmetry_of
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks.training import Task, task_of
@@ -29,6 +28,8 @@ from reproductions.barriers.methods import METHODS, match
 from reproductions.barriers.summary import tables
 from reproductions.ensemble import with_state
 from tests.simulations.commands import SMALL
+from tests.simulations.tasks.cases import parts
+from tests.simulations.tensors import equal
 
 measure = partial(line_module.measure, points=3, cell="c", pair="0-1")
 
@@ -43,6 +44,22 @@ def model(task: Task) -> torch.nn.Module:
     return build_model(task.experiment, task.data, seed=0)
 
 
+@pytest.fixture(scope="module")
+def symmetry(model: torch.nn.Module) -> Symmetry:
+    return symmetry_of(model.config, model.state_dict())
+
+
+@pytest.fixture(scope="module")
+def client(task: Task) -> torch.nn.Module:
+    """A model of another seed."""
+    return build_model(task.experiment, task.data, seed=1)
+
+
+@pytest.fixture
+def batches(task: Task, model: torch.nn.Module) -> Any:
+    return training_batches(task, model, 64)
+
+
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch: Any) -> None:
     """What is learned in 600 steps is tested elsewhere; here it is enough that
@@ -51,29 +68,27 @@ def _few_steps(monkeypatch: Any) -> None:
     for name, method in METHODS.items():
         if isinstance(method.refine, partial):
             options = replace(method.refine.args[0], steps=5)
-            monkeypatch.setitem(
-                METHODS,
-                name,
-                replace(method, refine=partial(methods._learned, options)),
-            )
+            refine = partial(methods._learned, options)
+            monkeypatch.setitem(METHODS, name, replace(method, refine=refine))
 
 
 def test_every_method_hides_labels_and_changes_neither_model(
-    task: Task, model: Any, monkeypatch: Any
+    model: torch.nn.Module,
+    client: torch.nn.Module,
+    symmetry: Symmetry,
+    batches: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = []
     original = methods.collect_activations
 
     def spy(anchor: Any, client: Any, batches: Any, *args: Any, **kwargs: Any) -> Any:
         batches = list(batches)
-        seen.extend(set(batch) for batch in batches)
+        seen.extend(map(frozenset, batches))
         return original(anchor, client, batches, *args, **kwargs)
 
     monkeypatch.setattr(methods, "collect_activations", spy)
-    client = build_model(task.experiment, task.data, seed=1)
-    before = [copy.deepcopy(m.state_dict()) for m in (model, client)]
-    symmetry = symmetry_of(model.config, model.state_dict())
-    batches = training_batches(task, model, 64)
+    before = [parts(m) for m in (model, client)]
     assert sum(len(batch["labels"]) for batch in batches) == 64
     assert any((batch["input_ids"] == 4).any() for batch in batches), (
         "tokens are masked"
@@ -81,22 +96,16 @@ def test_every_method_hides_labels_and_changes_neither_model(
     for method in METHODS.values():
         if not method.canonical:
             match(method, model, client, symmetry, batches)
-    assert {"input_ids", "attention_mask", "token_type_ids"} in seen
-    assert {"input_ids", "attention_mask"} in seen
-    assert not any("labels" in names for names in seen)
-    for m, state in zip((model, client), before, strict=True):
-        assert all(
-            torch.equal(tensor, state[name]) for name, tensor in m.state_dict().items()
-        )
+    texts = frozenset(("input_ids", "attention_mask"))
+    assert {*seen} == {texts, texts | {"token_type_ids"}}
+    assert all(map(equal, map(parts, (model, client)), before))
 
 
-def test_whole_model_methods_undo_a_random_equivalent(task: Task, model: Any) -> None:
-    symmetry = symmetry_of(model.config, model.state_dict())
-    client = copy.deepcopy(model)
-    client.load_state_dict(
-        random_equivalent(model.state_dict(), symmetry, seed=3, parts=WHOLE_MODEL)
-    )
-    batches = training_batches(task, model, 64)
+def test_whole_model_methods_undo_a_random_equivalent(
+    task: Task, model: torch.nn.Module, symmetry: Symmetry, batches: Any
+) -> None:
+    state = random_equivalent(model.state_dict(), symmetry, 3, WHOLE_MODEL)
+    client = with_state(model, state)
     for name in ("whole", "whole+probe", "whole+data"):
         line = measure(name, model, client, symmetry, task, batches)
         assert line.after < 1e-6 * line.before
@@ -137,17 +146,18 @@ def test_models_that_cannot_be_rotated_are_refused(task: Task, model: Any) -> No
 
 
 def test_a_method_may_refine_the_client(
-    task: Task, model: Any, monkeypatch: Any
+    task: Task,
+    model: torch.nn.Module,
+    client: torch.nn.Module,
+    symmetry: Symmetry,
+    batches: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    client = build_model(task.experiment, task.data, seed=1)
-    symmetry = symmetry_of(model.config, model.state_dict())
-    batches = training_batches(task, model, 64)
     moved = match(METHODS["whole"], model, client, symmetry, batches)
 
     def refine(anchor: Any, aligned: Any, *_: object) -> dict[str, torch.Tensor]:
-        state = aligned.state_dict()
-        assert all(torch.equal(state[name], moved[name]) for name in moved)
-        return {name: tensor.clone() for name, tensor in anchor.state_dict().items()}
+        assert equal(aligned.state_dict(), moved)
+        return parts(anchor)
 
     monkeypatch.setitem(METHODS, "refined", replace(METHODS["whole"], refine=refine))
     line = measure("refined", model, client, symmetry, task, batches)
@@ -191,15 +201,9 @@ def test_the_barrier_of_a_line(losses: Any, barrier: float) -> None:
 
 
 def test_means_and_intervals_are_over_pairs() -> None:
-    middles = {"whole": (0.2, 0.4), "vanilla": (0.5, 0.7)}
-    pairs = [
-        (m, *own)
-        for m, both in middles.items()
-        for own in zip(("0-1", "2-3"), both, strict=True)
-    ]
-    (table,) = tables(
-        [line(pair, method, 0.1, middle, 0.1) for method, pair, middle in pairs]
-    )
+    middles = (("0-1", "whole", 0.2), ("2-3", "whole", 0.4))
+    middles += (("0-1", "vanilla", 0.5), ("2-3", "vanilla", 0.7))
+    (table,) = tables([line(*names, 0.1, middle, 0.1) for *names, middle in middles])
     vanilla, whole = table.lines
     assert (vanilla[0], vanilla[2]) == ("vanilla (2)", "1.000")
     # Of the ratios 0.1 / 0.4 and 0.3 / 0.6: t(0.975, 1) = 12.706, sd / sqrt(2) = 0.125.

@@ -15,6 +15,7 @@ from fedrot.errors import FedrotError
 from fedrot.symmetry import symmetry_of
 from reproductions.barriers.invalid_controls import ignore_heads
 from reproductions.barriers.methods import METHODS, match
+from tests.simulations.tensors import equal
 
 SIZES = {
     "vocab_size": 50,
@@ -51,51 +52,45 @@ def units(model: nn.Module, layer: int) -> np.ndarray:
     return torch.cat([x[:, :9].reshape(-1, 24) for x in found]).double().numpy()
 
 
+ANCHOR, CLIENT = built(0), built(1)
+SYMMETRY = symmetry_of(CONFIG, CLIENT.state_dict())
+
+
+def matched(method: str, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return match(METHODS[method], ANCHOR, CLIENT, SYMMETRY, rows)
+
+
 def test_units_are_assigned_by_correlation_whatever_their_heads() -> None:
-    anchor = built(0)
-    client = built(1)
-    symmetry = symmetry_of(CONFIG, client.state_dict())
-    found = ignore_heads(anchor, client, symmetry, batches())
-    before = client.state_dict()
+    found = ignore_heads(ANCHOR, CLIENT, SYMMETRY, batches())
+    before = CLIENT.state_dict()
     for layer in range(2):
-        both = np.corrcoef(units(anchor, layer).T, units(client, layer).T)[:24, 24:]
+        both = np.corrcoef(units(ANCHOR, layer).T, units(CLIENT, layer).T)[:24, 24:]
         _, order = linear_sum_assignment(-both)
         attention = f"bert.encoder.layer.{layer}.attention"
-        for name in (
-            "self.query.weight",
-            "self.key.weight",
-            "self.value.weight",
-            "self.value.bias",
-        ):
-            assert torch.equal(
-                found[f"{attention}.{name}"], before[f"{attention}.{name}"][order]
-            )
+        for name in ("query.weight", "key.weight", "value.weight", "value.bias"):
+            full = f"{attention}.self.{name}"
+            assert torch.equal(found[full], before[full][order])
         out = f"{attention}.output.dense.weight"
         assert torch.equal(found[out], before[out][:, order])
         assert (np.abs(order // 8 - np.arange(24) // 8) > 0).any(), (
             "units change their heads"
         )
-    others = [
-        name
-        for name in before
+    others = {
+        name: tensor
+        for name, tensor in before.items()
         if "attention.self" not in name and "output.dense" not in name
-    ]
-    assert all(torch.equal(found[name], before[name]) for name in others)
+    }
+    assert equal(found, others)
 
 
 def test_it_changes_the_function_and_head_permutations_do_not() -> None:
-    anchor = built(0)
-    client = built(1)
-    symmetry = symmetry_of(CONFIG, client.state_dict())
     inputs = {name: value for name, value in batches()[0].items() if name != "labels"}
 
     def change(method: str) -> float:
         moved = built(2)
-        moved.load_state_dict(
-            match(METHODS[method], anchor, client, symmetry, batches())
-        )
+        moved.load_state_dict(matched(method, batches()))
         with torch.no_grad():
-            return float((moved(**inputs).logits - client(**inputs).logits).abs().max())
+            return float((moved(**inputs).logits - CLIENT(**inputs).logits).abs().max())
 
     assert all(
         change(f"verma-{name}") < 1e-3 for name in ("heads", "monotonic", "stream-all")
@@ -104,14 +99,9 @@ def test_it_changes_the_function_and_head_permutations_do_not() -> None:
 
 
 def test_fewer_rows_are_the_first_ones() -> None:
-    anchor = built(0)
-    client = built(1)
-    symmetry = symmetry_of(CONFIG, client.state_dict())
     full = [{k: v.repeat(8, 1) for k, v in batches()[0].items()}] * 2
     cut = [{k: v[:64] for k, v in full[0].items()}]
-    one = match(METHODS["verma-heads@64"], anchor, client, symmetry, full)
-    other = match(METHODS["verma-heads"], anchor, client, symmetry, cut)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert equal(matched("verma-heads@64", full), matched("verma-heads", cut))
 
 
 def test_grouped_queries_have_no_such_control() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from fedrot.simulations.run_folder import Run
 from reproductions.report.subsets import HEADER, SubsetTable, subset_table
+from tests.simulations.commands import Rows
 
 EXPERIMENT = {
     "name": "s",
@@ -35,7 +36,7 @@ MERGED = {
 NAMES = ("f1_books", "f1_news", "f1_talk", "unseen_macro_f1")
 
 
-def rows(seed: int, shift: float = 0.0) -> list[dict[str, Any]]:
+def rows(seed: int, shift: float = 0.0) -> Rows:
     common = {"experiment": "s", "seed": seed, "scope": "central"}
     return [
         {
@@ -54,7 +55,7 @@ def rows(seed: int, shift: float = 0.0) -> list[dict[str, Any]]:
     ]
 
 
-def table_of(rows: list[dict[str, Any]], **changes: Any) -> SubsetTable | None:
+def table_of(rows: Rows, **changes: Any) -> SubsetTable | None:
     return subset_table(Run(rows=rows, experiments={"s": {**EXPERIMENT, **changes}}))
 
 

@@ -18,13 +18,13 @@ from fedrot.simulations.cli.commands import BAD_INPUT, FAILED, INTERRUPTED, comm
 from fedrot.simulations.cli.experiment_commands import RAY
 from fedrot.simulations.engine import Machine
 from fedrot.simulations.experiment import Experiment
-from tests.simulations.commands import invoke, run
+from tests.simulations.commands import Fields, invoke, run
 
 
 @pytest.fixture
 def seen(
-    monkeypatch: Any,
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[tuple[tuple[Any, ...], Fields]]:
     """Arguments of the runs that commands would start."""
     calls = []
     monkeypatch.setattr(

@@ -65,13 +65,18 @@ def repeated(labels: list[Any], rows: int = ROWS) -> list[Any]:
     return [labels[row % len(labels)] for row in range(rows)]
 
 
-def classes(data: DataSet) -> dict[str, str]:
-    """Return the name of each text's class."""
+def by_text(data: DataSet) -> dict[str, Any]:
+    """Return the labels of training and held-out rows by their texts."""
     return {
-        text: data.label_names[label]
+        text: label
         for split in (data.train, data.test)
         for text, label in zip(split.inputs, split.labels, strict=True)
     }
+
+
+def classes(data: DataSet) -> dict[str, str]:
+    """Return the name of each text's class."""
+    return {text: data.label_names[label] for text, label in by_text(data).items()}
 
 
 def shared_data() -> Path:

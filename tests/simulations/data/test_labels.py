@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 from fedrot.simulations.data.labels import label_columns, labelled
 from fedrot.simulations.data.read import DataError, Source
 from fedrot.simulations.data.texts import load_texts
-from tests.simulations.data.files import ROWS, TEXTS, chosen, classes, repeated, write
+from tests.simulations.commands import Fields
+from tests.simulations.data.files import (
+    ROWS,
+    TEXTS,
+    by_text,
+    chosen,
+    classes,
+    repeated,
+    write,
+)
 
 SINGLE, SCORES, MULTI = (
     {"label_kind": kind} for kind in ("single", "regression", "multi")
@@ -27,7 +36,7 @@ TEXT_FILES = (".csv",)
 TYPED_FILES = (".jsonl", ".parquet")
 #: Labels, options, and what they are: names of classes, "regression", or a word of the
 #: error.
-Case = tuple[Any, dict[str, Any], Any]
+Case = tuple[Any, Fields, Any]
 EVERYWHERE = {
     "texts": ([" a", "b ", "a"], {}, ("a", "b")),
     "leading zeros": (["00012", "12"], {}, ("00012", "12")),
@@ -120,6 +129,7 @@ def test_labels(case: Case, suffix: str, tmp_path: Path) -> None:
     labels, options, expected = case
     typed = isinstance(labels, pa.Array)
     rows = pa.concat_arrays([labels] * (ROWS // 2)) if typed else repeated(labels)
+    values = rows.to_pylist() if typed else rows
     path = write(tmp_path / f"mine{suffix}", text=TEXTS, label=rows)
     if isinstance(expected, str) and expected != "regression":
         with pytest.raises(DataError, match=expected) as caught:
@@ -131,25 +141,13 @@ def test_labels(case: Case, suffix: str, tmp_path: Path) -> None:
         assert (data.kind, data.metrics) == ("regression", ("pearson", "spearman"))
         assert "Labels: regression, score (--set label_kind: single" in data.remarks
         assert data.train.labels.dtype == np.float32
-        read = {
-            t: v
-            for s in (data.train, data.test)
-            for t, v in zip(s.inputs, s.labels, strict=True)
-        }
-        assert read == dict(
-            zip(TEXTS, map(float, rows.to_pylist() if typed else rows), strict=True)
-        )
+        assert by_text(data) == dict(zip(TEXTS, map(float, values), strict=True))
         return
     assert (data.kind, data.label_names) == ("single", expected)
-    whole = options and suffix in TYPED_FILES
-    rows = (
-        [v.decode() if isinstance(v, bytes) else v for v in rows.to_pylist()]
-        if typed
-        else rows
-    )
-    names = [
-        unicodedata.normalize("NFC", str(int(v) if whole else v)).strip() for v in rows
-    ]
+    if options and suffix in TYPED_FILES:
+        values = map(int, values)
+    texts = (v.decode() if isinstance(v, bytes) else str(v) for v in values)
+    names = [unicodedata.normalize("NFC", text).strip() for text in texts]
     assert classes(data) == dict(zip(TEXTS, names, strict=True))
 
 
@@ -284,49 +282,28 @@ def test_a_file_is_divided_by_class_and_always_alike(tmp_path: Path) -> None:
     uneven = repeated(["a", "a", "a", "b"])
     found = {}
     for suffix in (*TEXT_FILES, *TYPED_FILES):
-        path = write(
-            tmp_path / f"mine{suffix}",
-            text=TEXTS,
-            label=uneven,
-            number=list(range(ROWS)),
-        )
+        columns = {"text": TEXTS, "label": uneven, "number": [*range(ROWS)]}
+        path = write(tmp_path / f"mine{suffix}", **columns)
         data = load_texts(chosen(path))
         assert np.bincount(data.test.labels).tolist() == [6, 2]
-        assert (
-            f"{path} has no splits: of 40 rows 8 are held out, one in 5 of each class"
-            in data.remarks
-        )
+        said = "has no splits: of 40 rows 8 are held out, one in 5 of each class"
+        assert f"{path} {said}" in data.said
         assert classes(data) == dict(zip(TEXTS, uneven, strict=True))
         found[data.test.inputs, data.train.inputs] = suffix
         numbers = data.test.columns["number"]
         assert [TEXTS[int(n)] for n in numbers] == [*data.test.inputs]
     assert len(found) == 1
-    for labels in (
-        [i / 7 for i in range(ROWS)],
-        [f"row {i}" for i in range(ROWS)],
-        ["one"] * ROWS,
-    ):
+    for labels in ([i / 7 for i in range(ROWS)], TEXTS, ["one"] * ROWS):
         data = divided(tmp_path, text=TEXTS, label=labels)
-        assert (len(data.train), len(data.test), "one in 5, drawn" in data.remarks) == (
-            32,
-            8,
-            True,
-        )
+        assert (len(data.train), len(data.test)) == (32, 8)
+        assert "one in 5, drawn" in data.said
 
 
 def test_a_column_split_divides_a_file(tmp_path: Path) -> None:
-    for names, test in (
-        (["train", " test", "train ", "validation"], "test"),
-        (["train", "validation"], "validation"),
-    ):
-        data = divided(
-            tmp_path, text=TEXTS, label=repeated([0, 1]), split=repeated(names)
-        )
-        wanted = [
-            t
-            for t, name in zip(TEXTS, repeated(names), strict=True)
-            if name.strip() == test
-        ]
+    for names in (["train", " test", "train ", "validation"], ["train", "validation"]):
+        columns = {"label": repeated([0, 1]), "split": repeated(names)}
+        data = divided(tmp_path, text=TEXTS, **columns)
+        wanted = TEXTS[1 :: len(names)]
         assert (len(data.train), [*data.test.inputs]) == (20, wanted)
         assert "held out" not in data.remarks
 
@@ -337,10 +314,8 @@ def test_a_limit_takes_the_same_rows_and_changes_no_classes(tmp_path: Path) -> N
         load_texts(chosen(path, train_limit=n, test_limit=n)) for n in (None, 2, 4)
     )
     assert part.label_names == whole.label_names == ("3", "5", "9", "12")
-    assert (part.train.inputs, part.test.inputs) == (
-        more.train.inputs[:2],
-        more.test.inputs[:2],
-    )
+    assert part.train.inputs == more.train.inputs[:2]
+    assert part.test.inputs == more.test.inputs[:2]
     assert (len(part.train), len(part.test)) == (2, 2)
     assert classes(part).items() <= classes(whole).items()
     assert len(load_texts(chosen(path, train_limit=10**6)).train) == len(whole.train)

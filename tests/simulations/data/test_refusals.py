@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fedrot.simulations.data.read import DataError
 from fedrot.simulations.tasks.registry import read_encoded
+from tests.simulations.commands import Fields
 from tests.simulations.data.files import TEXTS, chosen, repeated, write
 from tests.simulations.data.test_images import png
 from tests.simulations.data.test_texts import MARKS, SPLIT, WORDS
@@ -20,136 +20,63 @@ TABLES = {
     "image": {"image": [png(1)] * 2, "label": [0, 1], "split": ["train", "test"]},
 }
 HOLE = [{"bytes": png(1), "path": None}, {"bytes": None, "path": None}]
-#: Task, columns that are changed (None: left out), options, and a word of the error.
-REFUSED = [
-    (
-        "classification",
-        {},
-        {"text_column": "body"},
-        "no text column 'body' among text, label",
-    ),
-    (
-        "classification",
-        {},
-        {"text_column": "text,label,text"},
-        "3 columns; give one or two",
-    ),
-    (
-        "classification",
-        {"text": [*TEXTS[:-1], None]},
-        {},
-        r"text column 'text' has no .*row\(s\) 40,",
-    ),
-    (
-        "classification",
-        {"text": ["", *TEXTS[1:]]},
-        {},
-        r"no value in 1 of 40 rows: row\(s\) 1,",
-    ),
-    ("classification", {"text": [0.5, float("nan")] * 20}, {}, r"row\(s\) 2, 4"),
-    (
-        "classification",
-        {"text": [[text] for text in TEXTS]},
-        {},
-        "holds list.*, no texts",
-    ),
-    ("classification", {"text": [b"text"] * 40}, {}, "no texts"),
-    (
-        "classification",
-        {"split": ["train", None] * 20},
-        {},
-        "'split' column of .*has None, train",
-    ),
-    (
-        "classification",
-        {"split": ["train", "dev"] * 20},
-        {},
-        "has dev, train; it needs 'train' and",
-    ),
-    ("classification", {"split": ["test", "validation"] * 20}, {}, "it needs 'train'"),
-    (
-        "classification",
-        {"text": [*"abc"], "label": [0, 1, 1]},
-        {},
-        "3 rows, too few to hold one in 5",
-    ),
-    (
-        "ner",
-        {"tokens": None},
-        {},
-        "no word list column 'tokens' or 'words' among ner_tags, split",
-    ),
-    ("ner", {}, {"label_column": "fine"}, "no tag list column 'fine'.* --label-column"),
-    (
-        "ner",
-        {"tokens": ["Anna", "is", "a"]},
-        {},
-        "column 'tokens' holds string, no word lists",
-    ),
-    (
-        "ner",
-        {"ner_tags": [["O", "O", None], ["O"], []]},
-        {},
-        r"'ner_tags' has no value .*row\(s\) 1,",
-    ),
-    (
-        "ner",
-        {"ner_tags": [["B-X", "O", "O"], ["O"], []]},
-        {},
-        "row 2 has 2 words in 'tokens', and in",
-    ),
-    (
-        "ner",
-        {"ner_tags": [["O"] * 3, ["O"] * 2, ["O"]]},
-        {},
-        "parquet, row 3 has 0 words",
-    ),
-    (
-        "ner",
-        {"ner_tags": [[3, 0, 0], [0, 0], []]},
-        {},
-        "row 1 has .*'ner_tags' 3, 0, 0; each",
-    ),
-    ("ner", {"ner_tags": [["O"] * 3, ["O"] * 2, []]}, {}, "every tag is 'O'"),
-    *(
+THREE = ["B-X", "O", "O"]
+#: By task: changed columns of its table (None: left out) or options, and a word of the
+#: error.
+REFUSED = {
+    "classification": [
+        ({"text_column": "body"}, "no text column 'body' among text, label"),
+        ({"text_column": "text,label,text"}, "3 columns; give one or two"),
+        ({"text": [*TEXTS[:-1], None]}, r"text column 'text' has no .*row\(s\) 40,"),
+        ({"text": ["", *TEXTS[1:]]}, r"no value in 1 of 40 rows: row\(s\) 1,"),
+        ({"text": [0.5, float("nan")] * 20}, r"row\(s\) 2, 4"),
+        ({"text": [["text"]] * 40}, "holds list.*, no texts"),
+        ({"text": [b"text"] * 40}, "no texts"),
+        ({"split": ["train", None] * 20}, "'split' column of .*has None, train"),
+        ({"split": ["train", "dev"] * 20}, "has dev, train; it needs 'train' and"),
+        ({"split": ["test", "validation"] * 20}, "it needs 'train'"),
+        ({"text": [*"abc"], "label": [0, 1, 1]}, "3 rows, too few to hold one in 5"),
+    ],
+    "ner": [
+        ({"tokens": None}, "no word list column 'tokens' or 'words' among ner_tags, s"),
+        ({"label_column": "fine"}, "no tag list column 'fine'.* --label-column"),
+        ({"tokens": ["Anna", "is", "a"]}, "'tokens' holds string, no word lists"),
+        ({"ner_tags": [["O", None], ["O"], []]}, r"'ner_tags' has no .*row\(s\) 1,"),
+        ({"ner_tags": [THREE, ["O"], []]}, "row 2 has 2 words in 'tokens', and in"),
+        ({"ner_tags": [THREE, ["O"] * 2, ["O"]]}, "parquet, row 3 has 0 words"),
+        ({"ner_tags": [[3, 0, 0], [0, 0], []]}, "row 1 has .*'ner_tags' 3, 0, 0; each"),
+        ({"ner_tags": [["O"] * 3, ["O"] * 2, []]}, "every tag is 'O'"),
+        *(
+            ({"ner_tags": [THREE, ["O", tag], []]}, f"row 2 has .* O, {tag};")
+            for tag in ("U-PER", "B-", "")
+        ),
+    ],
+    "image": [
         (
-            "ner",
-            {"ner_tags": [["B-X", "O", "O"], ["O", tag], []]},
-            {},
-            f"row 2 has .* O, {tag};",
-        )
-        for tag in ("U-PER", "B-", "")
-    ),
-    (
-        "image",
-        {"image": None, "photo": [png(1)] * 2},
-        {},
-        "no image file column 'image' or 'img' among",
-    ),
-    ("image", {"image": ["a.png", "b.png"]}, {}, "holds string, no image files"),
-    (
-        "image",
-        {"image": [png(1), b"no image"]},
-        {},
-        "mine.parquet, row 2 cannot be read as an image",
-    ),
-    (
-        "image",
-        {"image": [png(1), None]},
-        {},
-        r"parquet: .*'image' has no value in 1 .*row\(s\) 2,",
-    ),
-    ("image", {"image": HOLE}, {}, "row 2 cannot be read as an image"),
-]
+            {"image": None, "photo": [png(1)] * 2},
+            "no image file column 'image' or 'img' among",
+        ),
+        ({"image": ["a.png", "b.png"]}, "holds string, no image files"),
+        (
+            {"image": [png(1), b"no image"]},
+            "mine.parquet, row 2 cannot be read as an image",
+        ),
+        ({"image": [png(1), None]}, r"'image' has no value in 1 .*row\(s\) 2,"),
+        ({"image": HOLE}, "row 2 cannot be read as an image"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("task", "columns", "options", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [(task, *case) for task, cases in REFUSED.items() for case in cases],
+)
 def test_a_wrong_table_is_refused_with_its_column_and_rows(
-    task: str, columns: Any, options: Any, message: str, tmp_path: Path
+    task: str, changes: Fields, message: str, tmp_path: Path
 ) -> None:
-    table = {
-        name: values for name, values in {**TABLES[task], **columns}.items() if values
-    }
+    columns = {**TABLES[task], **changes}
+    options = {name: columns.pop(name) for name in changes if "_column" in name}
+    table = {name: values for name, values in columns.items() if values}
     path = write(tmp_path / "mine.parquet", **table)
     with pytest.raises(DataError, match=message):
         read_encoded(chosen(path, task=task, **options))

@@ -58,11 +58,9 @@ def test_columns_of_texts_pairs_and_labels_are_found_or_chosen(
     for options in ({}, {"text_column": f"{first}, {second}"}):
         data = load_texts(chosen(path, label_column=" mood", **options))
         assert data.train.second == tuple(text[::-1] for text in data.train.inputs)
-        assert ({*data.train.inputs, *data.test.inputs}, [*data.train.columns]) == (
-            {*TEXTS},
-            ["label"],
-        )
-        assert "one in 5 of each class" in data.remarks  # of the chosen labels
+        assert {*data.train.inputs, *data.test.inputs} == {*TEXTS}
+        assert [*data.train.columns] == ["label"]
+        assert "one in 5 of each class" in data.said  # of the chosen labels
     one = load_texts(chosen(path, label_column="mood", text_column=second))
     assert (one.train.second, [*one.train.columns]) == ((), [first, "label"])
 
@@ -80,10 +78,9 @@ def test_rows_of_splits_are_counted_in_their_file(tmp_path: Path) -> None:
 
 
 def test_labels_that_are_optional_are_read_and_not_spoken_of(tmp_path: Path) -> None:
-    data = load_texts(
-        chosen(write(tmp_path / "mine.csv", text=TEXTS, label=MOODS), task="mlm")
-    )
-    assert (data.label_names, "Labels" in data.remarks) == (("glad", "sad"), False)
+    path = write(tmp_path / "mine.csv", text=TEXTS, label=MOODS)
+    data = load_texts(chosen(path, task="mlm"))
+    assert (data.label_names, "Labels" in data.said) == (("glad", "sad"), False)
     path = write(tmp_path / "alone.csv", text=["NA", "null", *TEXTS])
     assert load_texts(chosen(path, task="mlm")).label_names == ("all",)
 
@@ -107,21 +104,12 @@ def test_tags_become_numbers_and_rows_are_labelled_by_what_occurs(
         load_tags(chosen("mine", tmp_path)),
         load_tags(chosen(other, text_column="parts", label_column="marks")),
     ):
-        assert (data.tags, data.label_names, data.kind) == (
-            TAGS,
-            ("LOC", "PER"),
-            "multi",
-        )
-        assert data.metrics == ("f1", "precision", "recall")
-        assert (data.train.inputs, data.test.inputs) == (
-            [tuple(row) for row in WORDS[:2]],
-            [()],
-        )
-        assert [tags.tolist() for tags in data.train.second] == [[3, 4, 0], [0, 1]]
-        assert (data.train.labels.tolist(), data.test.labels.tolist()) == (
-            [[0, 1], [1, 0]],
-            [[0, 0]],
-        )
+        assert (data.tags, data.label_names) == (TAGS, ("LOC", "PER"))
+        assert (data.kind, data.metrics) == ("multi", ("f1", "precision", "recall"))
+        assert [*data.train.inputs, *data.test.inputs] == [*map(tuple, WORDS)]
+        assert [*map(list, data.train.second)] == [[3, 4, 0], [0, 1]]
+        assert data.train.labels.tolist() == [[0, 1], [1, 0]]
+        assert data.test.labels.tolist() == [[0, 0]]
         assert data.train.columns == {"site": ["x", "y"]}
 
 
@@ -150,24 +138,23 @@ def test_texts_are_cut_and_padded_to_the_longest_of_a_batch_alone() -> None:
     tokenizer.enable_truncation(3)
     split = Split(np.array([1, 0]), {"domain": [7, 8]}, ("so happy", "so " * 50), None)
     encoded = encode(split, tokenizer, 8, 9, False)
-    assert encoded.lengths(np.array([1, 0, 1])).tolist() == [8, 4, 8]
+    first, both = np.arange(1), np.arange(2)
+    assert encoded.lengths(both[::-1]).tolist() == [8, 4]
     assert (encoded.domains, len(encoded)) == (("7", "8"), 2)
-    batch = encoded.batch(np.array([0, 1]))
+    batch = encoded.batch(both)
     so, happy = map(tokenizer.token_to_id, ("so", "happy"))
-    assert batch["input_ids"].tolist() == [
-        [2, so, happy, 3, 9, 9, 9, 9],
-        [2, *[so] * 6, 3],
-    ]
+    short = [2, so, happy, 3]
+    assert batch["input_ids"].tolist() == [short + [9] * 4, [2, *[so] * 6, 3]]
     assert batch["attention_mask"].tolist() == [[1] * 4 + [0] * 4, [1] * 8]
-    assert encoded.batch(np.array([0]))["input_ids"].shape == (1, 4)
-    assert encoded.targets(np.array([1, 0])).tolist() == [0, 1]
-    pairs = encode(
-        Split(np.zeros(1), {}, ("so " * 9,), ("happy",)), tokenizer, 8, 9, False
-    )
-    assert pairs.batch(np.array([0]))["token_type_ids"].tolist() == [[0] * 6 + [1] * 2]
+    assert encoded.batch(first)["input_ids"].tolist() == [short]
+    assert encoded.targets(both).tolist() == [1, 0]
+    split = Split(np.zeros(1), {}, ("so " * 9,), ("happy",))
+    pairs = encode(split, tokenizer, 8, 9, False)
+    assert pairs.batch(first)["token_type_ids"].tolist() == [[0] * 6 + [1] * 2]
     # The tokenizers are as they were.
     assert len(tokenizer.encode("so").ids) == 32
-    assert (bundled_tokenizer().truncation, bundled_tokenizer().padding) == (None, None)
+    bundled = bundled_tokenizer()
+    assert (bundled.truncation, bundled.padding) == (None, None)
 
 
 def tagged(text: str, tags: str, tokenizer: Tokenizer, length: int = 32) -> Any:
@@ -199,28 +186,24 @@ def test_byte_level_words_are_encoded_with_a_space_before() -> None:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert tagged("a b", "O B-LOC", tokenizer).ids[0].tolist() == [0, 3]
-    assert tokenizer.encode("a").ids == [1], (
-        "the tokenizer that was given stays as it is"
-    )
+    # The tokenizer stays as it is.
+    assert tokenizer.encode("a").ids == [1]
 
 
 @pytest.mark.parametrize("task", ["classification", "mlm", "ner"])
 def test_an_experiment_is_read_and_encoded_for_its_model(
     task: str, tmp_path: Path
 ) -> None:
-    columns = {
-        "text": ["so"] * 20,
-        "tokens": [["so"]] * 20,
-        "ner_tags": [["B-X"], ["O"]] * 10,
-    }
-    path = write(tmp_path / "mine.parquet", **columns, label=["a", "b"] * 10)
-    data, train, test = read_encoded(chosen(path, task=task, architecture="bert"))
-    assert (len(train), len(test), train.pad_id, bool(train.tags)) == (
-        16,
-        4,
-        0,
-        task == "ner",
+    path = write(
+        tmp_path / "mine.parquet",
+        text=["so"] * 20,
+        tokens=[["so"]] * 20,
+        ner_tags=[["B-X"], ["O"]] * 10,
+        label=["a", "b"] * 10,
     )
+    data, train, test = read_encoded(chosen(path, task=task, architecture="bert"))
+    assert (len(train), len(test), train.pad_id) == (16, 4, 0)
+    assert bool(train.tags) == (task == "ner")
     assert np.array_equal(train.labels, data.train.labels)
     assert train.ids[0].tolist() == bundled_tokenizer().encode("so").ids
 
@@ -255,33 +238,21 @@ def test_labels_are_united_by_name_and_unknown_where_a_domain_has_none(
     folder: Path,
 ) -> None:
     data = load(" news, talk ,", folder, " books ,")
-    assert (data.name, data.label_names) == (
-        "news,talk",
-        ("sunny", "gloomy", "furious", "shy"),
-    )
+    assert data.name == "news,talk"
+    assert data.label_names == ("sunny", "gloomy", "furious", "shy")
     assert (data.domains, len(data.train), len(data.test)) == (("news", "talk"), 90, 45)
     for split in (data.train, data.test):
         for row, domain in enumerate(split.columns["domain"]):
             known = {"news": [0, 1], "talk": [1, 2, 3], "books": [0, 2]}[str(domain)]
-            assert np.flatnonzero(~np.isnan(split.labels[row])).tolist() == known
-            told = split.inputs[row].split()
-            assert (data.label_names[np.nanargmax(split.labels[row])], domain) == (
-                told[0],
-                told[-1],
-            )
-    assert data.metrics == (
-        "macro_f1",
-        "unseen_macro_f1",
-        "f1_news",
-        "f1_talk",
-        "f1_books",
-    )
+            labels = split.labels[row]
+            assert np.flatnonzero(~np.isnan(labels)).tolist() == known
+            label, *_, name = split.inputs[row].split()
+            assert (data.label_names[np.nanargmax(labels)], domain) == (label, name)
+    scores = ("macro_f1", "unseen_macro_f1")
+    assert data.metrics == (*scores, "f1_news", "f1_talk", "f1_books")
     # One data set is a domain beside unseen ones alone.
-    assert load("news", folder, "books").metrics[1:] == (
-        "unseen_macro_f1",
-        "f1_news",
-        "f1_books",
-    )
+    metrics = load("news", folder, "books").metrics
+    assert metrics == (*scores, "f1_news", "f1_books")
     data = load("news", folder, " ")
     assert (data.kind, data.domains) == ("single", ())
 
@@ -289,11 +260,7 @@ def test_labels_are_united_by_name_and_unknown_where_a_domain_has_none(
 @pytest.mark.parametrize(
     ("names", "unseen", "message"),
     [
-        (
-            "news,talk",
-            "talk",
-            "two data sets have the same name among news, talk, talk",
-        ),
+        ("news,talk", "talk", "the same name among news, talk, talk"),
         ("news,sub/news.parquet", "", "two data sets have the same name"),
         *(
             (f"news,{wrong}", "", f"'{wrong}' has scores, pairs")
@@ -310,12 +277,8 @@ def test_what_is_no_domain_is_named(
     names: str, unseen: str, message: str, folder: Path
 ) -> None:
     write(folder / "scores.parquet", text=["a"] * 10, label=[i / 3 for i in range(10)])
-    write(
-        folder / "pairs.parquet",
-        sentence1=["a"] * 10,
-        sentence2=["b"] * 10,
-        label=["x", "y"] * 5,
-    )
+    pairs = {"sentence1": ["a"] * 10, "sentence2": ["b"] * 10}
+    write(folder / "pairs.parquet", **pairs, label=["x", "y"] * 5)
     write(folder / "n.csv", text=["a"] * 10, label=[0, -1] * 5)
     corpus(folder / "sub" / "news.parquet", "sunny", "gloomy")
     corpus(folder / "other.parquet", "furious", "shy")
@@ -333,29 +296,18 @@ def test_domains_may_have_any_number_of_labels_and_their_own_limits(
     lines = [f"line {row}" for row in range(20)]
     write(tmp_path / "files" / "other.csv", text=lines, label=["sad", "1"] * 10)
     write(tmp_path / "files" / "unseen.csv", text=lines, label=["sad", "unheard"] * 10)
-    data = load(
-        "many,files/other.csv",
-        tmp_path,
-        "files/unseen.csv",
-        train_limit=6,
-        test_limit=3,
-    )
+    names = ["many", "files/other.csv", "files/unseen.csv"]
+    limits = {"train_limit": 6, "test_limit": 3}
+    data = load(",".join(names[:2]), tmp_path, names[2], **limits)
     assert data.label_names == ("glad", "sad", "1")
-    assert data.train.columns["domain"] == ["many"] * 6 + ["files/other.csv"] * 6
-    assert data.test.columns["domain"][::3] == [
-        "many",
-        "files/other.csv",
-        "files/unseen.csv",
-    ]
+    assert data.train.columns["domain"][::6] == names[:2]
+    assert data.test.columns["domain"][::3] == names
     for text, labels in zip(data.train.inputs[:6], data.train.labels, strict=False):
         assert labels[:2].tolist() == [glad[int(text)], sad[int(text)]]
         assert np.isnan(labels[2])
     assert data.metrics[2:] == ("f1_many", "f1_other", "f1_unseen")
     # Both files were divided, the table was not. A label that only an unseen domain has
     # is left out.
-    divided = [
-        f"{name} has no splits" in data.remarks
-        for name in ("many", "other.csv", "unseen.csv")
-    ]
+    divided = [f"{name} has no splits" in data.said for name in names]
     assert divided == [False, True, True]
     assert set(np.flatnonzero(~np.isnan(data.test.labels[-3:]).all(axis=0))) == {1}

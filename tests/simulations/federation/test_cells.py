@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, Message
 
+from fedrot.aggregation import Fisher, Mean
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.cells import CellRun, run_cell, strategy_of
 from fedrot.simulations.federation.client_app import app
@@ -25,16 +26,20 @@ from fedrot.simulations.run_folder import FIELDS, cells_of
 from fedrot.simulations.simulate import CellResult, run_job
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
-from tests.strategies.fakes import Client, FakeGrid, failure
+from tests.simulations.commands import Fields, Rows
+from tests.simulations.tasks.cases import SMALL
+from tests.strategies.fakes import (
+    Client,
+    FakeGrid,
+    failure,
+    model_in,
+    node_of,
+    wire_bytes,
+)
 
-SMALL = {
-    "train_limit": 60,
+CELL = {
+    **SMALL,
     "test_limit": 17,
-    "layers": 1,
-    "width": 16,
-    "heads": 2,
-    "max_length": 16,
-    "clients": 2,
     "holdout": 0.2,
     "rounds": 2,
     "seeds": [0],
@@ -45,7 +50,11 @@ TEST = ("test", tuple(range(17)))
 
 
 def of(**fields: Any) -> Experiment:
-    return Experiment.from_flat({**SMALL, **fields})
+    return Experiment.from_flat({**CELL, **fields})
+
+
+def shell_of(experiment: Experiment) -> Any:
+    return build_model(experiment, task_of(experiment.to_json()).data, seed=0)
 
 
 class Trained(NamedTuple):
@@ -62,8 +71,8 @@ class Played:
     experiment: Experiment
     trained: list[Trained] = field(default_factory=list)
     evaluated: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    alignment: list[dict[str, Any]] = field(default_factory=list)
+    rows: Rows = field(default_factory=list)
+    alignment: Rows = field(default_factory=list)
 
     def clients(self, held_out: bool = False, seed: int = 0) -> list[tuple[int, ...]]:
         """Return the rows that each client trains on, or holds out."""
@@ -75,22 +84,21 @@ class Played:
         """Return a metric by strategy, scope, seed and round, of the rows that are
         asked for.
         """
+        chosen["metric"] = metric
         return {
             (row["strategy"], row["scope"], row["seed"], row["round"]): row["value"]
             for row in self.rows
-            if row["metric"] == metric
-            and all(row[key] == value for key, value in chosen.items())
+            if row.items() >= chosen.items()
         }
 
 
 def node(partition: int) -> Client:
     """Return a node with the harness's own app."""
-    context = Context(1, 1, {"partition-id": partition}, RecordDict(), {})
-    return lambda message: app(message, context)
+    return node_of(app, **{"partition-id": partition})
 
 
 def listening(
-    heard: list[tuple[int, dict[str, Any]]], **changes: Any
+    heard: list[tuple[int, Fields]], **changes: Any
 ) -> Callable[[int], Client]:
     """Nodes that note who is told what, and are told changes of it."""
 
@@ -181,31 +189,26 @@ def test_every_round_averages_the_clients_by_their_rows(play: Play) -> None:
     played = play(strategies="fedavg,aligned")
     sizes = [len(rows) for rows in played.clients()]
     assert len(set(sizes)) == 2
-    found = played.values("accuracy", scope="central")
-    values = [
-        found["fedavg", "central", 0, n] - found["fedavg", "central", 0, 0]
-        for n in range(3)
-    ]
-    assert values == pytest.approx([0, mean(sizes), 2 * mean(sizes)], abs=1e-5)
+    plain, aligned = (
+        [*played.values("accuracy", scope="central", strategy=name).values()]
+        for name in ("fedavg", "aligned")
+    )
+    expected = [plain[0] + n * mean(sizes) for n in range(3)]
+    assert plain == pytest.approx(expected, abs=1e-5)
     # Whatever moves nothing has the same bits.
-    assert [found["aligned", "central", 0, n] for n in range(3)] == [*found.values()][
-        :3
-    ]
-    assert len(found) == 2 * 3
+    assert aligned == plain
 
 
 def test_a_client_trains_on_its_own_rows_with_seeds_of_its_own(play: Play) -> None:
     played = play(seeds=[0, 1], rounds=3, first_epochs=2.5, local_epochs=0.5, lr=0.25)
-    assert len(played.trained) == 2 * 3 * 2
-    rounds = [played.trained[i : i + 2] for i in range(0, 12, 2)]
-    for (seed, number), trained in zip(
-        itertools.product((0, 1), (1, 2, 3)), rounds, strict=True
-    ):
-        assert {t.rows for t in trained} == {*played.clients(seed=seed)}
-        assert {(t.epochs, t.lr) for t in trained} == {
-            (2.5 if number == 1 else 0.5, 0.25)
-        }
-    assert len({t.seed for t in played.trained}) == len(played.trained)
+    rounds = itertools.product((0, 1), (2.5, 0.5, 0.5))
+    expected = [
+        {(rows, epochs, 0.25) for rows in played.clients(seed=seed)}
+        for seed, epochs in rounds
+    ]
+    trained = [(t.rows, t.epochs, t.lr) for t in played.trained]
+    assert [{*trained[i : i + 2]} for i in range(0, len(trained), 2)] == expected
+    assert len({t.seed for t in played.trained}) == len(trained)
 
 
 @pytest.mark.parametrize(
@@ -248,24 +251,18 @@ def test_a_strategy_of_some_clients_tells_them_what_it_needs_and_chooses_by_thei
         "guard": "loss",
         "clients": [0, 2],
         "alignment": {"chance": 0.0},
+        "aggregation": "regmean",
+        "batches": 2,
+        "learning_rate": 0.5,
     }
-    some |= {"aggregation": "regmean", "batches": 2, "learning_rate": 0.5}
     fields = {"clients": 4, "partition": "iid", "start": "scrambled", "rounds": 1}
     played = play(nodes=listening(heard), strategies=[some], **fields)
-    expected = {
-        "seed": 0,
-        "lr": 0.5,
-        "batches": 2,
-        "experiment": played.experiment.to_json(),
-    }
-    assert {client for client, _ in heard} == {0, 2}
-    assert [{name: told[name] for name in expected} for _, told in heard] == [
-        expected
-    ] * 2
-    assert {row["scope"] for row in played.rows if "client" in row["scope"]} == {
-        "client:0",
-        "client:2",
-    }
+    expected = {"seed": 0, "lr": 0.5, "batches": 2}
+    expected["experiment"] = played.experiment.to_json()
+    assert sorted(client for client, _ in heard) == [0, 2]
+    assert all(told.items() >= expected.items() for _, told in heard)
+    scopes = {row["scope"] for row in played.rows if "client" in row["scope"]}
+    assert scopes == {"client:0", "client:2"}
     held = played.clients(held_out=True)
     assert ("train", held[0] + held[2]) in played.evaluated
 
@@ -275,10 +272,9 @@ def test_clients_without_held_out_rows_have_no_scores(
     play: Play, holdout: float, scored: int
 ) -> None:
     played = play(holdout=holdout, rounds=1)
-    assert [len(rows) > 0 for rows in played.clients(held_out=True)].count(
-        True
-    ) == scored
-    for client, rows in enumerate(played.clients(held_out=True)):
+    held = played.clients(held_out=True)
+    assert sum(map(bool, held)) == scored
+    for client, rows in enumerate(held):
         assert bool(played.values("accuracy", scope=f"client:{client}")) == bool(rows)
 
 
@@ -286,8 +282,8 @@ def test_what_is_recorded(play: Play) -> None:
     played = play(strategies="fedavg,aligned", start="scrambled")
     held = played.clients(held_out=True)
     assert all(
-        {*rows}.isdisjoint(own)
-        for rows, own in zip(held, played.clients(), strict=True)
+        {*rows}.isdisjoint(trained)
+        for rows, trained in zip(held, played.clients(), strict=True)
     )
     # The initial model and that of each round; the last one on the clients' held-out
     # rows, too.
@@ -300,37 +296,32 @@ def test_what_is_recorded(play: Play) -> None:
     start = found("accuracy", strategy="fedavg")["fedavg", "central", 0, 0]
     for client, size in enumerate(sizes):
         of_client = {"strategy": "fedavg", "scope": f"client:{client}"}
-        assert [*found("train-loss", **of_client).values()] == pytest.approx(
-            [size / 10] * 2
-        )
-        mine = [*found("accuracy", **of_client).values()]
-        assert mine == pytest.approx([start + 2 * mean(sizes)])
-    one = [
+        losses = [*found("train-loss", **of_client).values()]
+        assert losses == pytest.approx([size / 10] * 2)
+        scores = [*found("accuracy", **of_client).values()]
+        assert scores == pytest.approx([start + 2 * mean(sizes)])
+    first = [
         row["metric"]
         for row in played.rows
-        if row["scope"] == "central" and row["round"] == 0
+        if (row["scope"], row["round"]) == ("central", 0)
     ]
-    assert one == ["accuracy", "macro_f1", "loss"] * 2
+    assert first == ["accuracy", "macro_f1", "loss"] * 2
     # Clients are asked once in a round, and answer with a model. What was sent counts
     # up.
-    model = build_model(
-        played.experiment, task_of(played.experiment.to_json()).data, seed=0
-    )
-    size = sum(len(array.data) for array in ArrayRecord(model.state_dict()).values())
+    size = wire_bytes(ArrayRecord(shell_of(played.experiment).state_dict()))
     for metric, each in (
-        ("requests", 2),
-        ("bytes-sent", 2 * size),
-        ("bytes-received", 2 * size),
+        ("requests", 1),
+        ("bytes-sent", size),
+        ("bytes-received", size),
     ):
-        assert [*found(metric, strategy="fedavg").values()] == [each, 2 * each]
+        counted = [*found(metric, strategy="fedavg").values()]
+        assert counted == [2 * each, 4 * each]
     # The alignment's rows name their cell, and are there once.
     aligned = [row for row in played.alignment if "before" in row]
     cell = {"experiment": played.experiment.name, "strategy": "aligned", "seed": 0}
     assert all(row.items() >= cell.items() for row in aligned)
-    places = [
-        (row["round"], row["client"], row["part"], row["layer"], row["group"])
-        for row in aligned
-    ]
+    names = ("round", "client", "part", "layer", "group")
+    places = [tuple(row[name] for name in names) for row in aligned]
     assert len(places) == len({*places}) > 0
     assert not any("stage" in row for row in played.alignment)
 
@@ -353,16 +344,11 @@ def test_who_takes_part_is_the_same_in_every_strategy_and_not_in_every_round(
     )
     # Replies arrive in the order of the sample, and are recorded in that of the
     # clients.
-    assert (
-        first
-        == second
-        == sorted(first, key=lambda place: (place[1], place[2], place[0]))
-    )
+    assert first == second == sorted(first, key=lambda place: (*place[1:], place[0]))
     assert len(whole) == 2 * len(first) == 2 * 3 * 4
-    pairs = [
-        {scope for scope, *_ in first[place : place + 2]} for place in range(0, 12, 2)
-    ]
-    assert len({*map(frozenset, pairs)}) > 2
+    scopes = [scope for scope, *_ in first]
+    pairs = [tuple(scopes[place : place + 2]) for place in range(0, 12, 2)]
+    assert len({*pairs}) > 2
     assert pairs[:3] != pairs[3:]
     # All are scored after the last round, whoever trained.
     assert len(played.values("accuracy", strategy="fedavg", scope="client:3")) == 2
@@ -380,7 +366,7 @@ def test_a_round_without_an_update_fails(play: Play, lost: int, with_nan: bool) 
                 return found
             if not with_nan or partition:
                 return failure(message)
-            tensors = found.content.array_records["arrays"].to_torch_state_dict()
+            tensors = model_in(found)
             tensors["classifier.bias"].fill_(float("nan"))
             found.content["arrays"] = ArrayRecord(tensors)
             return found
@@ -394,56 +380,47 @@ def test_a_round_without_an_update_fails(play: Play, lost: int, with_nan: bool) 
 
 
 def test_arguments_of_a_table_reach_the_aggregation_and_the_server() -> None:
-    table = {"name": "mine", "aggregation": {"name": "regmean", "alpha": 0.25}}
-    experiment = of(
-        strategies=[
-            {**table, "server": {"min_replies": 2}},
-            "regmean",
-            "fisher",
-            "fedavg",
-        ]
+    table = {
+        "name": "mine",
+        "aggregation": {"name": "regmean", "alpha": 0.25},
+        "server": {"min_replies": 2},
+    }
+    experiment = of(strategies=[table, "regmean", "fisher", "fedavg"])
+    shell = shell_of(experiment)
+    mine, *others = (
+        strategy_of(CellRun(experiment, 0, strategy), shell)
+        for strategy in experiment.strategies
     )
-    shell = build_model(experiment, task_of(experiment.to_json()).data, seed=0)
-    runs = [CellRun(experiment, 0, strategy) for strategy in experiment.strategies]
-    built = [strategy_of(run, shell) for run in runs]
-    found = [strategy.aggregation() for strategy in built]
-    assert [type(one).__name__ for one in found] == [
-        "RegMean",
-        "RegMean",
-        "Fisher",
-        "Mean",
-    ]
-    assert (found[0].alpha, found[1].alpha) == (0.25, 0.9)
-    assert (built[0].server.min_replies, built[0].server.deterministic) == (2, True)
+    assert (mine.server.min_replies, mine.server.deterministic) == (2, True)
+    first, second, third, last = (each.aggregation() for each in (mine, *others))
+    assert (first.alpha, second.alpha) == (0.25, 0.9)
+    assert type(first) is type(second)
+    assert (type(third), type(last)) == (Fisher, Mean)
 
 
 IMAGES = {
     "task": "image",
     "train_limit": 400,
     "test_limit": 60,
-    "layers": 1,
     "width": 32,
-    "heads": 2,
-    "clients": 2,
+    "batch_size": 16,
     "holdout": 0.3,
-    "rounds": 2,
     "lr": 0.01,
     "partition": "dirichlet:0.3",
-    "seeds": [0],
     "strategies": "fedavg,fedavg_head,head_only,fit_head",
 }
 
 
 def test_heads_are_fitted_at_the_end_at_the_start_or_in_rounds(tmp_path: Path) -> None:
-    experiment = Experiment.from_flat(IMAGES)
+    experiment = of(**IMAGES)
     played = run_all(experiment, tmp_path, node, Played(experiment))
     plain, head, only, rounds = (
         {
             (r["scope"], r["round"], r["metric"]): r["value"]
             for r in played.rows
-            if r["strategy"] == name
+            if r["strategy"] == strategy.name
         }
-        for name in ("fedavg", "fedavg_head", "head_only", "fit_head")
+        for strategy in experiment.strategies
     )
     # At the end: only the last round differs.
     assert plain.keys() == head.keys()
@@ -466,21 +443,19 @@ def test_cells_leave_no_model_behind(tmp_path: Path) -> None:
     experiment = of(rounds=1, strategies="fedavg,aligned,regmean")
     told = cells_of([experiment]) * 2
     held = list[int]()
-    logs = list[str]()
+
+    def numbers() -> int:
+        tensors = (o for o in gc.get_objects() if isinstance(o, torch.Tensor))
+        return sum(map(torch.numel, tensors))
 
     def tell(said: Any) -> None:
-        if isinstance(said, CellResult):
-            assert not said.failure
-            logs.append(said.log)
-            held.append(
-                sum(o.numel() for o in gc.get_objects() if isinstance(o, torch.Tensor))
-            )
+        if said[0] == "cell":
+            *_, log, failed = said
+            # Flower's log of a cell, and of no other.
+            assert (log.count("[ROUND 1/1]"), failed) == (1, "")
+            held.append(numbers())
 
     run_job(told, [1.0] * len(told), tmp_path / "nowhere", tell)
-    # Flower's log of a cell, and of no other.
-    assert [log.count("[ROUND 1/1]") for log in logs] == [1] * 6
-    model = build_model(experiment, task_of(experiment.to_json()).data, seed=0)
-    assert (
-        max(held[3:]) - held[2]
-        < sum(parameter.numel() for parameter in model.parameters()) / 2
-    )
+    size = sum(map(torch.numel, shell_of(experiment).parameters()))
+    assert len(held) == 6
+    assert max(held[3:]) - held[2] < size / 2

@@ -5,15 +5,13 @@ cost.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedrot.simulations.federation.grids import LocalGrid, OrderedGrid
-from tests.strategies.fakes import Client, FakeGrid, failure
+from tests.strategies.fakes import Client, FakeGrid, failure, grid_of
 
 #: Ids of nodes by their partition id: in no order.
 NODES = (50, 10, 40, 20, 30)
@@ -31,34 +29,35 @@ def client(partition: int, answers: int = 0) -> Client:
     return answer
 
 
-def grid(own: Callable[[int], int] = lambda n: n) -> OrderedGrid:
-    clients = {node: client(own(partition)) for partition, node in enumerate(NODES)}
-    return OrderedGrid(FakeGrid(dict(sorted(clients.items()))), len(NODES))
-
-
 def to(node: int, content: RecordDict | None = None) -> Message:
     return Message(content or RecordDict(), dst_node_id=node, message_type="query")
 
 
 def test_nodes_are_in_the_order_of_their_partitions() -> None:
-    ordered = grid()
-    assert list(ordered.get_node_ids()) == list(NODES)
-    assert list(ordered.of([0, 2]).get_node_ids()) == [50, 40]
-    assert list(ordered.of([3, 1]).get_node_ids()) == [20, 10]
-    assert list(ordered.of([]).get_node_ids()) == list(NODES)
-    assert list(ordered.get_node_ids()) == list(NODES)
+    clients = {node: client(partition) for partition, node in enumerate(NODES)}
+    ordered = OrderedGrid(FakeGrid(dict(sorted(clients.items()))), len(NODES))
+    for chosen, nodes in (
+        ([0, 2], [50, 40]),
+        ([3, 1], [20, 10]),
+        ([], [*NODES]),
+    ):
+        assert list(ordered.of(chosen).get_node_ids()) == nodes
+        assert list(ordered.get_node_ids()) == [*NODES]
 
 
 def test_a_partition_that_no_node_has_is_refused() -> None:
-    said = r"5 nodes have the partition ids \[0, 0, 1, 2, 3\], but the experiment has 5"
-    with pytest.raises(RuntimeError, match=said):
-        grid(own=lambda partition: max(0, partition - 1))
-    with pytest.raises(
-        RuntimeError, match=r"The 2 nodes have the partition ids \[0\], "
+    repeated = [client(number) for number in (0, 0, 1, 2, 3)]
+    for nodes, clients, said in (
+        (
+            repeated,
+            5,
+            r"5 nodes have the partition ids \[0, 0, 1, 2, 3\], but .* has 5",
+        ),
+        ([client(0), failure], 2, r"The 2 nodes have the partition ids \[0\], "),
+        ([client(0), client(1)], 1, r"The 2 nodes .* 1 clients"),
     ):
-        OrderedGrid(FakeGrid({7: client(0), 8: failure}), 2)
-    with pytest.raises(RuntimeError, match=r"The 2 nodes .* 1 clients"):
-        OrderedGrid(FakeGrid({7: client(0), 8: client(1)}), 1)
+        with pytest.raises(RuntimeError, match=said):
+            OrderedGrid(grid_of(nodes), clients)
 
 
 def test_nodes_are_awaited(monkeypatch: Any) -> None:

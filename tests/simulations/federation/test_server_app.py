@@ -4,31 +4,23 @@ continues.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from flwr.app import Context, RecordDict
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.environment import ENVIRONMENT
 from fedrot.simulations.federation import client_app, server_app
 from fedrot.simulations.federation.cells import RUNS, CellRun
 from fedrot.simulations.federation.grids import local_clients
 from fedrot.simulations.run_folder import read_run
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
-from tests.deployment.federation import free_ports
+from tests.examples.test_examples import Run
 from tests.simulations import commands
-from tests.simulations.commands import simulated, values
+from tests.simulations.commands import Fields, simulated, values
 
 #: The run configuration, as ``flwr run -c`` gives it.
 SERVED = {
@@ -52,7 +44,22 @@ def play(out: Path, nodes: int = 2, **changes: Any) -> None:
         server_app.main(local_clients(client_app.app, nodes), context)
 
 
-def test_a_folder_is_continued_as_by_simulate(tmp_path: Path, monkeypatch: Any) -> None:
+def underlined(settings: Fields) -> Fields:
+    """Return settings of a run configuration by the names of an experiment's fields."""
+    return {name.replace("-", "_"): value for name, value in settings.items()}
+
+
+def has_the_rows_of_simulate(out: Path, settings: Fields) -> None:
+    again = out.parent / "again"
+    simulated(again, underlined(settings))
+    for scope in ("central", "client:0", "client:1", "round", "messages"):
+        assert values(out, scope) == values(again, scope)
+    assert read_run(out).alignment == read_run(again).alignment
+
+
+def test_a_folder_is_continued_as_by_simulate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "run"
     real = RUNS["head_only"]
 
@@ -72,13 +79,9 @@ def test_a_folder_is_continued_as_by_simulate(tmp_path: Path, monkeypatch: Any) 
     play(out)
     assert read_run(out).missing == []
     assert {file: file.stat().st_mtime_ns for file in before} == before
-    # The rows are those of fedrot simulate, which goes on in the same folder.
-    given = {name.replace("-", "_"): value for name, value in SERVED.items()}
-    simulated(tmp_path / "again", given)
-    for scope in ("central", "client:1", "round", "messages"):
-        assert values(out, scope) == values(tmp_path / "again", scope)
-    assert read_run(out).alignment == read_run(tmp_path / "again").alignment
-    assert "6 of 6 results are there already" in simulated(out, given)
+    has_the_rows_of_simulate(out, SERVED)
+    # It goes on in the same folder.
+    assert "6 of 6 results are there already" in simulated(out, underlined(SERVED))
     with pytest.raises(FedrotError, match=r"another lr \(0\.001\)"):
         play(out, lr=0.5)
 
@@ -94,7 +97,7 @@ def test_a_folder_is_continued_as_by_simulate(tmp_path: Path, monkeypatch: Any) 
 )
 def test_what_is_wrong_is_refused_before_anything_is_written(
     out: Path,
-    changes: Any,
+    changes: Fields,
     said: str,
     tmp_path: Path,
     monkeypatch: Any,
@@ -105,17 +108,13 @@ def test_what_is_wrong_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-SCRIPTS = Path(sys.executable).parent
 SETTINGS = {
+    **SERVED,
     "train-limit": 480,
     "test-limit": 200,
-    "clients": 2,
     "max-length": 32,
-    "layers": 1,
     "width": 32,
-    "heads": 2,
     "seeds": "1",
-    "rounds": 2,
     "lr": 5e-3,
     "local-epochs": 2,
     "start": "scrambled",
@@ -124,94 +123,26 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def flower_home(tmp_path_factory: Any) -> Iterator[Path]:
-    """A Flower home of its own, whose superlink is stopped afterwards."""
-    home = tmp_path_factory.mktemp("flower")
-    (home / "config.toml").write_text(
-        '[superlink]\ndefault = "local"\n\n[superlink.local]\naddress = ":local:"\n'
-    )
-    yield home
-    every = psutil.process_iter(["environ"])
-    started = [
-        p for p in every if (p.info["environ"] or {}).get("FLWR_HOME") == str(home)
-    ]
-    # Children first: Ray's agents hide their environment, and outlive a killed parent.
-    for process in {
-        child for p in started for child in p.children(recursive=True)
-    } | set(started):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
-@pytest.fixture(scope="module")
-def served(flower_home: Path, tmp_path_factory: Any) -> Path:
-    """One run of three strategies: ``fedrot flower-app`` and ``flwr run``, with Ray."""
-    folder = tmp_path_factory.mktemp("engine")
-    ports = [*map(str, free_ports(2))]
-    environment = {
-        **os.environ,
-        "FLWR_HOME": str(flower_home),
-        **ENVIRONMENT,
-        "HF_HUB_OFFLINE": "1",
-        # Other tests start a SuperLink, too.
-        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": ports[0],
-        "FLWR_LOCAL_CONTROL_API_PORT": ports[1],
-        "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
-    }
-    commands.run("flower-app", folder / "app")
-    out = folder / "run"
+def test_flwr_run_fills_a_folder_with_the_rows_of_fedrot_simulate(
+    tmp_path: Path,
+) -> None:
+    """``fedrot flower-app`` and ``flwr run``, with Ray: the apps' results do not depend
+    on the engine.
+    """
+    out = tmp_path / "run"
+    commands.run("flower-app", tmp_path / "app")
     settings = " ".join(f"{key}={json.dumps(value)}" for key, value in SETTINGS.items())
-    command = [
-        str(SCRIPTS / "flwr"), "run", str(folder / "app"), "local", "--stream",
-        "--federation-config", "num-supernodes=2 client-resources-num-cpus=1",
-        "-c", f'out="{out}" {settings}',
-    ]  # fmt: skip
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=log, cwd=folder
-        )
-        try:
-            deadline = time.monotonic() + 300
-            written = out / "report.html"  # The last file of a run.
-            while (
-                not written.exists()
-                and process.poll() is None
-                and time.monotonic() < deadline
-            ):
-                time.sleep(0.5)
-        finally:
-            process.kill()
-            process.wait()
-    text = (folder / "log").read_text()
-    assert written.exists(), text
-    assert read_run(out).missing == [], text
-    assert "· aligned: accuracy" in text
-    return out
-
-
-def test_the_run_folder_tells_the_whole_story(served: Path) -> None:
-    found = read_run(served)
-    assert found.commands == ["flwr run"]
+    with Run(tmp_path) as run:
+        log = run.simulated(tmp_path / "app", 2, f'out="{out}" {settings}')
+    assert "· aligned: accuracy" in log
+    found = read_run(out)
+    assert (found.missing, found.commands) == ([], ["flwr run"]), log
     assert [own["partition"] for own in found.experiments.values()] == ["dirichlet:1"]
     assert {row["strategy"] for row in found.alignment} >= {"aligned"}
-    report = (served / "report.html").read_text()
+    report = (out / "report.html").read_text()
     assert re.search(r'(src|href)="(?!data:|#)', report) is None
     assert "<img" in report
-
-
-def test_fedrot_simulate_gives_the_same_rows(served: Path, tmp_path: Path) -> None:
-    """What is simulated is what is deployed: the apps' results do not depend on the
-    engine.
-    """
-    simulated(
-        tmp_path / "again",
-        {name.replace("-", "_"): value for name, value in SETTINGS.items()},
-    )
-    for scope in ("central", "client:0", "client:1", "round"):
-        assert values(served, scope) == values(tmp_path / "again", scope)
+    has_the_rows_of_simulate(out, SETTINGS)
     # Scrambled clients have another plain average.
-    assert (
-        values(served)["aligned", 0, 2, "loss"]
-        != values(served)["fedavg", 0, 2, "loss"]
-    )
+    losses = {values(out)[name, 0, 2, "loss"] for name in ("aligned", "fedavg")}
+    assert len(losses) == 2

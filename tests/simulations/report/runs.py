@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from fedrot.simulations.run_folder import Run, file_name, title_of
 from fedrot.simulations.summary import BOUNDS
+from tests.simulations.commands import Fields, Rows
 
 HOSTILE = (
     "</script><script>alert(1)</script> & \"q\" 'x' $\\x$ ../../../x | " + 300 * "y"
@@ -20,26 +22,22 @@ SEEDS = range(5)
 BOUNDS["joined"] = "all rows in one place, an upper bound"
 
 
-def row(strategy: str, seed: int, value: float | None, **more: Any) -> dict[str, Any]:
+def row(strategy: str, seed: int, value: float | None, **more: Any) -> Fields:
     """Return a row of the global model after round 1."""
     about = {"experiment": "main", "strategy": strategy, "seed": seed, "round": 1}
     return {**about, "scope": "central", "metric": "accuracy", "value": value, **more}
 
 
-def levels(
-    strategy: str, values: Mapping[str, Sequence[float]], **more: Any
-) -> list[dict[str, Any]]:
+def levels(strategy: str, values: Mapping[str, Sequence[float]], **more: Any) -> Rows:
     """Return rows of metrics with a value per seed."""
-    pairs = [
-        (metric, *pair) for metric, own in values.items() for pair in enumerate(own)
-    ]
     return [
         row(strategy, seed, value, metric=metric, **more)
-        for metric, seed, value in pairs
+        for metric, of_seeds in values.items()
+        for seed, value in enumerate(of_seeds)
     ]
 
 
-def strategy(name: str, **more: Any) -> dict[str, Any]:
+def strategy(name: str, **more: Any) -> Fields:
     """Return a strategy as it stands in a configuration."""
     kind = "joined" if name == "joined" else "fedrot"
     return {
@@ -52,32 +50,21 @@ def strategy(name: str, **more: Any) -> dict[str, Any]:
 
 
 def run_of(
-    rows: list[dict[str, Any]],
+    rows: Rows,
     strategies: Sequence[Mapping[str, Any]] = (),
     **more: Any,
 ) -> Run:
     """Return a run of the experiment "main", with the given strategies and the others
     of the rows.
     """
-    known = {own["name"]: own for own in strategies}
-    known |= {
-        own["strategy"]: {"name": own["strategy"]}
-        for own in rows
-        if own["strategy"] not in known
-    }
-    about = {
-        "name": "main",
-        "strategies": known,
-        "label_names": [],
-        "seeds": {},
-        **more,
-    }
-    return Run(experiments={"main": about}, rows=rows)
+    known = {about["name"]: about for about in strategies}
+    for name in (row["strategy"] for row in rows):
+        known.setdefault(name, {"name": name})
+    about = {"name": "main", "strategies": known, "label_names": [], "seeds": {}}
+    return Run(experiments={"main": {**about, **more}}, rows=rows)
 
 
-def group(
-    number: int, part: str, layer: int, share: float, **more: Any
-) -> dict[str, Any]:
+def group(number: int, part: str, layer: int, share: float, **more: Any) -> Fields:
     """Return a row of alignment; its share was found and removed, and chance is
     unknown.
     """
@@ -92,7 +79,7 @@ def group(
     return {**about, **found, "before": 2.0, "after": 2.0 * (1 - share), **more}
 
 
-def rows_of(experiment: str, name: str, gain: float, seed: int) -> list[dict[str, Any]]:
+def rows_of(experiment: str, name: str, gain: float, seed: int) -> Rows:
     """Return rows of a strategy whose accuracy after three rounds is 0.6 and a gain."""
     found = []
     for number in range(4):
@@ -101,27 +88,15 @@ def rows_of(experiment: str, name: str, gain: float, seed: int) -> list[dict[str
             (gain + (name != "fedavg") * WOBBLE[(seed + len(name)) % 5]) * number / 3
         )
         accuracy = 0.3 + 0.1 * number + 0.01 * seed + shift
-        f1 = accuracy - 0.1 + shift
-        values = {
-            "accuracy": accuracy,
-            "macro_f1": f1,
-            "ece": 0.1,
-            "loss": 2 - 1.5 * accuracy,
-        }
-        found += [
-            row(name, seed, value, metric=metric, **about)
-            for metric, value in values.items()
-        ]
-        clients = {f"client:{client}": accuracy - 0.02 * client for client in range(8)}
-        found += [
-            row(name, seed, value, scope=scope, **about)
-            for scope, value in clients.items()
-        ]
+        values = [("central", "accuracy", accuracy)]
+        values += [("central", "macro_f1", accuracy - 0.1 + shift)]
+        values += [("central", "ece", 0.1), ("central", "loss", 2 - 1.5 * accuracy)]
+        values += [(f"client:{n}", "accuracy", accuracy - 0.02 * n) for n in range(8)]
         sent = {"bytes-sent": 4e7, "bytes-received": 3e7, "requests": 16}
-        about |= {"scope": "messages"}
+        values += [("messages", m, v * number * (1 + gain)) for m, v in sent.items()]
         found += [
-            row(name, seed, v * number * (1 + gain), metric=m, **about)
-            for m, v in sent.items()
+            row(name, seed, value, scope=scope, metric=metric, **about)
+            for scope, metric, value in values
         ]
     return found
 
@@ -164,20 +139,14 @@ def write_folder(folder: Path, experiments: Mapping[str, Mapping[str, float]]) -
         {"strategy": "aligned", "round": 1, "client": 3, "dropped": "NaN in 'w'"}
     )
     for name, gains in experiments.items():
-        for seed in SEEDS:
-            for own, gain in gains.items():
-                title = title_of(name, seed, own)
-                moved = [
-                    {**one, "experiment": name}
-                    for one in alignment
-                    if own == "fedavg" and seed == 0
-                ]
-                cell = {
-                    "title": title,
-                    "rows": rows_of(name, own, gain, seed),
-                    "alignment": moved,
-                }
-                written[f"cells/{file_name(title)}"] = cell
+        for seed, (own, gain) in itertools.product(SEEDS, gains.items()):
+            title = title_of(name, seed, own)
+            moved = [{**row, "experiment": name} for row in alignment]
+            written[f"cells/{file_name(title)}"] = {
+                "title": title,
+                "rows": rows_of(name, own, gain, seed),
+                "alignment": moved if (own, seed) == ("fedavg", 0) else [],
+            }
     for file, value in written.items():
         (folder / f"{file}.json").write_text(json.dumps(value))
     return folder

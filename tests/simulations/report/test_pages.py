@@ -21,6 +21,7 @@ from fedrot.simulations.report.pages import present, write_strategy_report
 from fedrot.strategies import FedRot
 from fedrot.strategies.settings import Reporting
 from tests.models import near
+from tests.simulations.commands import Rows
 from tests.simulations.report.runs import HOSTILE, group, write_folder
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import ArrayRecord, grid_of, reply
@@ -180,7 +181,7 @@ ROWS = [
 ]
 
 
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write_lines(path: Path, rows: Rows) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.simulations.commands import run
+from tests.simulations.data.files import write
 from tests.simulations.saved.folders import (
     WEIGHTS,
     change,
@@ -27,12 +29,10 @@ from tests.simulations.saved.folders import tokenizer as tokenized
 def own(tmp_path: Path) -> Path:
     """Texts that name their class by words of its own; one in five is held out."""
     file = tmp_path / "own.csv"
-    rows = list[str]()
-    for word, (name, count) in zip(
-        (0, 3, 6), {"a": 100, "b": 60, "c": 40}.items(), strict=True
-    ):
+    rows = ["text,mood"]
+    for name, word, count in (("a", 0, 100), ("b", 3, 60), ("c", 6, 40)):
         rows += [f"w{word} w{word + 1} w{20 + n % 9},{name}" for n in range(count)]
-    file.write_text("text,mood\n" + "\n".join(rows))
+    file.write_text("\n".join(rows))
     return file
 
 
@@ -74,9 +74,8 @@ def test_a_worse_an_equal_and_a_better_mean_are_said_first(
     )
     out = tmp_path / "out"
     said = judged(*line, "--fit-head", "--out", out)
-    assert said.startswith(
-        "better than the best single one: accuracy 1.000 against 0.500"
-    ), said
+    better = "better than the best single one: accuracy 1.000 against 0.500"
+    assert said.startswith(better), said
     assert "on 32 other rows" in said
     # Nothing is advised that was done.
     assert "Keep" not in said
@@ -132,13 +131,10 @@ def test_tags_and_images(tmp_path: Path) -> None:
     """The tag O is the last output; a fitted head of tags counts every word as a
     row.
     """
-    tags = tmp_path / "tags.jsonl"
     pictures = tmp_path / "pictures"
-    rows = [
-        f'{{"tokens": ["w1", "w2", "w{n}"], "ner_tags": ["B-X", "I-X", "O"]}}'
-        for n in range(9, 35)
-    ]
-    tags.write_text("\n".join(rows))
+    words = [["w1", "w2", f"w{n}"] for n in range(9, 35)]
+    marks = [["B-X", "I-X", "O"]] * len(words)
+    tags = write(tmp_path / "tags.jsonl", tokens=words, ner_tags=marks)
     config = model_of("bert-classifier").config
     config.update({"id2label": {0: "B-X", 1: "I-X", 2: "B-Y", 3: "O"}})
     for place in "ab":
@@ -162,16 +158,11 @@ def test_tags_and_images(tmp_path: Path) -> None:
 
 def test_several_labels_scores_and_weights_without_a_bias(tmp_path: Path) -> None:
     """A decoder's head has no bias; booleans are several labels, numbers are scores."""
-    many = tmp_path / "many.csv"
-    scores = tmp_path / "scores.csv"
+    fifth, seventh = np.arange(100) % 5, np.arange(100) % 7
     texts = [f"w{n % 5} w{10 + n % 7} w{n % 3}" for n in range(100)]
-    rows = [
-        f"{text},{n % 5 < 2},{n % 5 > 0},{n % 7 < 3}" for n, text in enumerate(texts)
-    ]
-    many.write_text("text,x,y,z\n" + "\n".join(rows))
-    scores.write_text(
-        "text,label\n" + "\n".join(f"{t},{n % 5 + 0.5}" for n, t in enumerate(texts))
-    )
+    columns = {"x": fifth < 2, "y": fifth > 0, "z": seventh < 3}
+    many = write(tmp_path / "many.csv", text=texts, **columns)
+    scores = write(tmp_path / "scores.csv", text=texts, label=fifth + 0.5)
     several = {
         "id2label": {0: "z", 1: "y", 2: "x"},
         "problem_type": "multi_label_classification",

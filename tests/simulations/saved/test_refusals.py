@@ -8,14 +8,13 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 
 from tests import families
-from tests.simulations.commands import run
+from tests.simulations.commands import Fields, run
 from tests.simulations.saved.folders import (
     WEIGHTS,
     change,
@@ -65,7 +64,7 @@ FIELDS = [
 
 @pytest.mark.parametrize(("name", "changes", "field"), FIELDS)
 def test_a_field_that_changes_outputs_is_named_with_both_values_and_may_be_allowed(
-    name: str, changes: Any, field: str, tmp_path: Path
+    name: str, changes: Fields, field: str, tmp_path: Path
 ) -> None:
     a, b = pair(name, tmp_path)
     configure(b, **changes)
@@ -119,13 +118,10 @@ def test_tables_that_are_tied_in_one_model_are_refused_also_if_allowed(
             transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)),
             tmp_path / place,
         )
-    for one, other in ("ab", "ba"):
-        paths = tmp_path / one, tmp_path / other
-        refused(
-            "'lm_head.weight'",
-            paths[1],
-            *line(*paths, "--allow", "tie_word_embeddings"),
-        )
+    for first, second in ("ab", "ba"):
+        spoilt = tmp_path / second
+        merge = line(tmp_path / first, spoilt, "--allow", "tie_word_embeddings")
+        refused("'lm_head.weight'", spoilt, *merge)
 
 
 def prefixed(prefix: str, folder: Path) -> None:
@@ -189,15 +185,7 @@ def test_requests_that_make_no_sense(tmp_path: Path) -> None:
         f"--out {b}/config.json": "Choose another --out",
         f"--out {b}/config.json/out": "config.json",
     }.items():
-        run(
-            "merge",
-            a,
-            b,
-            "--out",
-            tmp_path / "out",
-            *options.split(),
-            code=2,
-            says=words,
-        )
-        assert not (tmp_path / "out").exists()
+        out = tmp_path / "out"
+        run("merge", a, b, "--out", out, *options.split(), code=2, says=words)
+        assert not out.exists()
     run("merge", a, code=2, says="The weights of 1 models")

@@ -4,7 +4,7 @@ precision.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -123,6 +123,11 @@ def task_for(case: str, **changes: Any) -> Task:
     return task_of(experiment_of(case, **changes).to_json())
 
 
+def changed(task: Task, **fields: Any) -> Task:
+    """Return a task whose experiment has other fields; the data stay."""
+    return replace(task, experiment=task.experiment.model_copy(update=fields))
+
+
 def model_for(task: Task, seed: int = 0) -> Any:
     return build_model(task.experiment, task.data, seed)
 
@@ -163,8 +168,6 @@ def save(
     return folder
 
 
-def parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def parts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of a model's tensors by name."""
-    return (
-        (name, tensor.detach().clone()) for name, tensor in model.state_dict().items()
-    )
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}

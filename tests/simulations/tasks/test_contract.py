@@ -5,7 +5,6 @@ for a seed.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,13 @@ from fedrot.simulations.tasks.registry import TASKS
 from fedrot.simulations.tasks.training import Task, check_labels, check_model
 from tests.simulations.tasks.cases import (
     CASES,
+    changed,
     experiment_of,
     model_for,
     parts,
     task_for,
 )
+from tests.simulations.tensors import equal
 
 SINGLE = ("accuracy", "macro_f1", "ece", "calibrated_loss")
 #: The cases that run here, with their metrics, the headline metric first.
@@ -57,8 +58,8 @@ def task(case: str) -> Task:
 def test_every_task_and_architecture_has_a_case() -> None:
     every = {
         (task, architecture)
-        for task, own in TASKS.items()
-        for architecture in own.architectures
+        for task, traits in TASKS.items()
+        for architecture in traits.architectures
     }
     assert {(e.task, e.architecture) for e in map(experiment_of, CASES)} == every
     run = [experiment_of(name) for name in METRICS]
@@ -66,8 +67,11 @@ def test_every_task_and_architecture_has_a_case() -> None:
     assert {e.architecture for e in run} == {architecture for _, architecture in every}
 
 
-def oracle(task: Task, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def oracle(task: Task, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the mean loss that torch computes from a model's logits."""
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    logits = model(**model_inputs(model, inputs)).logits
+    labels = batch["labels"]
     if task.data.kind == "regression" and task.experiment.task == "classification":
         return mse_loss(logits[:, 0], labels)
     if labels.is_floating_point():
@@ -84,10 +88,7 @@ def test_the_loss_of_a_step_is_torch_s(task: Task) -> None:
     assert model.config.model_type == task.experiment.architecture
     rows = np.array([0, 3, 5, 6])
     batch = task.objective.batch(task.train, rows, np.random.default_rng(0))
-    inputs = model_inputs(
-        model, {name: own for name, own in batch.items() if name != "labels"}
-    )
-    expected = oracle(task, model(**inputs).logits, batch["labels"])
+    expected = oracle(task, model, batch)
     found = task.objective.loss(model, batch)
     torch.testing.assert_close(found, expected)
     found.backward()
@@ -106,11 +107,8 @@ def test_an_evaluation_is_the_mean_over_rows_one_by_one(case: str, task: Task) -
     weights = []
     for row in rows:
         batch = task.objective.batch(task.test, np.array([row]))
-        inputs = model_inputs(
-            model, {name: own for name, own in batch.items() if name != "labels"}
-        )
         with torch.no_grad():
-            losses.append(float(oracle(task, model(**inputs).logits, batch["labels"])))
+            losses.append(float(oracle(task, model, batch)))
         labels = (
             batch["labels"][:, 1:] if task.experiment.task == "clm" else batch["labels"]
         )
@@ -137,7 +135,7 @@ def test_an_evaluation_is_the_mean_over_rows_one_by_one(case: str, task: Task) -
 def test_training_learns_with_the_same_bits_for_a_seed(
     task: Task, monkeypatch: Any
 ) -> None:
-    longer = replace(task, experiment=task.experiment.model_copy(update={"lr": 5e-3}))
+    longer = changed(task, lr=5e-3)
     rows = np.arange(len(task.train))
     noted = dict[bool, list[float]]({True: [], False: []})
     fresh = training.evaluate(model_for(task), task, task.train, rows)
@@ -148,19 +146,19 @@ def test_training_learns_with_the_same_bits_for_a_seed(
         assert model.training
         return (
             loss,
-            dict(parts(model)),
+            parts(model),
             training.evaluate(model, task, task.train, rows),
         )
 
     loss, state, found = trained(3)
     assert found["loss"] < fresh["loss"]
     note = lambda cost: noted[torch.is_inference_mode_enabled()].append(cost)  # noqa: E731
-    monkeypatch.setattr(training, "ON_ROWS", [note])
-    again, same, equal = trained(3)
+    monkeypatch.setattr(training, "on_rows", note)
+    again, same, scores = trained(3)
     # Notes change nothing: of the rows of each step, then of a part of those of each
     # batch.
-    assert (again, equal) == (loss, found)
-    assert all(torch.equal(state[name], same[name]) for name in state)
+    assert (again, scores) == (loss, found)
+    assert equal(same, state)
     usable = task.objective.usable(task.train, rows)
     assert len(noted[False]) == 3 * math.ceil(len(usable) / 8)
     assert sum(noted[False]) == 3 * len(usable)
@@ -178,10 +176,9 @@ def test_a_diverged_model_and_no_rows_have_no_scores(task: Task) -> None:
         found = training.evaluate(model, task, task.test, rows)
         assert tuple(found) == (*task.objective.metrics, "loss")
         assert all(map(math.isnan, found.values()))
-    before = dict(parts(model_for(task)))
     untrained = model_for(task)
     assert math.isnan(training.train(untrained, task, nothing, 0))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in parts(untrained))
+    assert equal(parts(untrained), parts(model_for(task)))
 
 
 def test_a_trial_runs_the_longest_rows_and_trains_nothing(
@@ -194,10 +191,10 @@ def test_a_trial_runs_the_longest_rows_and_trains_nothing(
         return batch(encoded, rows, rng)
 
     monkeypatch.setattr(task.objective, "batch", recorded)
-    before = dict(parts(model))
+    before = parts(model)
     check_labels(task)
     check_model(task, model)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in parts(model))
+    assert equal(parts(model), before)
     assert all(parameter.grad is None for parameter in model.parameters())
     for (encoded, rows), split in zip(tried, (task.train, task.test), strict=True):
         every = task.objective.usable(split, np.arange(len(split)))

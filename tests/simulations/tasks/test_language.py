@@ -18,7 +18,7 @@ from fedrot.simulations.data.tokenizers import bundled_tokenizer
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.language import MaskedLanguageModelling
 from fedrot.simulations.tasks.training import Task
-from tests.simulations.tasks.cases import model_for, task_for
+from tests.simulations.tasks.cases import changed, model_for, task_for
 
 VOCABULARY = task_for("mlm bert").objective
 
@@ -90,27 +90,23 @@ def test_at_least_one_token_is_hidden_and_no_special_one_or_padding(
 def test_evaluation_masks_do_not_depend_on_the_batch(task: Task) -> None:
     rows = np.arange(40)
 
-    def places(batch_rows: np.ndarray) -> dict[int, list[tuple[int, int]]]:
+    def places(batch_rows: np.ndarray) -> dict[int, Any]:
         batch = task.objective.batch(task.test, batch_rows)
         chosen = (batch["labels"] != IGNORED).numpy()
         assert (batch["input_ids"].numpy()[chosen] == VOCABULARY.mask).all()
         return {
-            int(row): [
-                (int(at), int(batch["labels"][i, at]))
-                for at in np.flatnonzero(chosen[i])
-            ]
-            for i, row in enumerate(batch_rows)
+            row: [(at, int(labels[at])) for at in np.flatnonzero(hidden)]
+            for row, labels, hidden in zip(
+                batch_rows, batch["labels"], chosen, strict=True
+            )
         }
 
     together = places(rows)
     assert places(rows[::-1]) == together
-    assert {
-        row: found for row in rows for found in places(rows[[row]]).values()
-    } == together
-    lengths = [len(task.test.ids[row]) - 2 for row in rows]  # type: ignore[attr-defined]
-    assert [len(together[row]) for row in rows] == [
-        max(1, round(0.15 * n)) for n in lengths
-    ]
+    for row in rows:
+        assert places(rows[[row]]) == {row: together[row]}
+        words = len(task.test.ids[row]) - 2  # type: ignore[attr-defined]
+        assert len(together[row]) == max(1, round(0.15 * words))
 
 
 def test_accuracy_is_the_share_of_hidden_tokens_and_a_hopeless_perplexity_infinite(
@@ -156,8 +152,8 @@ def test_rows_with_nothing_to_predict_are_passed_over(
         odd, model, np.array([*usable, *[1] * 20]), len(usable), 8, 0
     )
     assert len(batch["labels"]) == len(usable)
-    one = replace(odd, experiment=task.experiment.model_copy(update={"batch_size": 1}))
-    assert math.isfinite(training.train(model, one, np.arange(3), 0))
+    single = changed(odd, batch_size=1)
+    assert math.isfinite(training.train(model, single, np.arange(3), 0))
 
 
 def test_the_token_that_ends_a_text_is_predicted_where_it_is_that_of_padding_too() -> (

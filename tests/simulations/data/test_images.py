@@ -132,9 +132,9 @@ def test_a_folder_of_classes_is_divided_and_other_files_are_named(
     assert np.bincount(data.train.labels).tolist() == [8, 8]
     assert np.bincount(data.test.labels).tolist() == [2, 2]
     assert not train[data.train.labels == 0, 0, 0, 0].any()
-    assert f"6 file(s) of {photos} left out, hidden or no images: " in data.said
+    assert f"6 file(s) of {photos} left out, hidden or no images: " in data.remarks
     for name in ("readme.md", "notes.txt", "._1.png", "2.heic", "b.png"):
-        assert f" {name}" in data.said
+        assert f" {name}" in data.remarks
     assert load(photos)[0].train.labels.tolist() == data.train.labels.tolist()
 
 

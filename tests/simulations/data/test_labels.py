@@ -287,7 +287,7 @@ def test_a_file_is_divided_by_class_and_always_alike(tmp_path: Path) -> None:
         data = load_texts(chosen(path))
         assert np.bincount(data.test.labels).tolist() == [6, 2]
         said = "has no splits: of 40 rows 8 are held out, one in 5 of each class"
-        assert f"{path} {said}" in data.said
+        assert f"{path} {said}" in data.remarks
         assert classes(data) == dict(zip(TEXTS, uneven, strict=True))
         found[data.test.inputs, data.train.inputs] = suffix
         numbers = data.test.columns["number"]
@@ -296,7 +296,7 @@ def test_a_file_is_divided_by_class_and_always_alike(tmp_path: Path) -> None:
     for labels in ([i / 7 for i in range(ROWS)], TEXTS, ["one"] * ROWS):
         data = divided(tmp_path, text=TEXTS, label=labels)
         assert (len(data.train), len(data.test)) == (32, 8)
-        assert "one in 5, drawn" in data.said
+        assert "one in 5, drawn" in data.remarks
 
 
 def test_a_column_split_divides_a_file(tmp_path: Path) -> None:

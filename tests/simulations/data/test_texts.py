@@ -60,7 +60,7 @@ def test_columns_of_texts_pairs_and_labels_are_found_or_chosen(
         assert data.train.second == tuple(text[::-1] for text in data.train.inputs)
         assert {*data.train.inputs, *data.test.inputs} == {*TEXTS}
         assert [*data.train.columns] == ["label"]
-        assert "one in 5 of each class" in data.said  # of the chosen labels
+        assert "one in 5 of each class" in data.remarks  # of the chosen labels
     one = load_texts(chosen(path, label_column="mood", text_column=second))
     assert (one.train.second, [*one.train.columns]) == ((), [first, "label"])
 
@@ -80,7 +80,7 @@ def test_rows_of_splits_are_counted_in_their_file(tmp_path: Path) -> None:
 def test_labels_that_are_optional_are_read_and_not_spoken_of(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.csv", text=TEXTS, label=MOODS)
     data = load_texts(chosen(path, task="mlm"))
-    assert (data.label_names, "Labels" in data.said) == (("glad", "sad"), False)
+    assert (data.label_names, "Labels" in data.remarks) == (("glad", "sad"), False)
     path = write(tmp_path / "alone.csv", text=["NA", "null", *TEXTS])
     assert load_texts(chosen(path, task="mlm")).label_names == ("all",)
 
@@ -308,6 +308,6 @@ def test_domains_may_have_any_number_of_labels_and_their_own_limits(
     assert data.metrics[2:] == ("f1_many", "f1_other", "f1_unseen")
     # Both files were divided, the table was not. A label that only an unseen domain has
     # is left out.
-    divided = [f"{name} has no splits" in data.said for name in names]
+    divided = [f"{name} has no splits" in data.remarks for name in names]
     assert divided == [False, True, True]
     assert set(np.flatnonzero(~np.isnan(data.test.labels[-3:]).all(axis=0))) == {1}

@@ -23,7 +23,7 @@ from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid
 from fedrot.simulations.models import build_model
 from fedrot.simulations.run_folder import FIELDS, cells_of
-from fedrot.simulations.simulate import CellResult, run_job
+from fedrot.simulations.simulate import run_job
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from tests.simulations.commands import Fields, Rows

@@ -5,6 +5,7 @@ cost.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch

@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _frozen() -> None:
+def _frozen():
     """Spare garbage collections what is older than the module: Flower asks for many of
     them.
     """

@@ -52,14 +52,14 @@ def unwanted_in(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_has_the_projects_words(page: Path) -> None:
+def test_a_page_has_the_projects_words(page):
     text = page.read_text(encoding="utf-8")
     assert unwanted_in(text) == []
     if page.suffix == ".md" and not {"archive", "summary.md"} & {*page.parts}:
         assert len(text.split()) <= ROOMS.get(str(page.relative_to(ROOT)), ROOM)
 
 
-def test_the_check_finds_words_outside_of_code() -> None:
+def test_the_check_finds_words_outside_of_code():
     reasons = unwanted_in(
         "Two replies are set aside, simply. `foreign`\n```\na gauge\n```\nA stretch."
     )
@@ -71,7 +71,7 @@ def test_the_check_finds_words_outside_of_code() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_exists(page: Path) -> None:
+def test_what_a_page_names_exists(page):
     """Results name what they were measured with."""
     if "results" in page.parts:
         return

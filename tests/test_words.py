@@ -109,7 +109,7 @@ def struck_in(path: str, source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_names_have_the_projects_words(folder: str) -> None:
+def test_names_have_the_projects_words(folder):
     struck = []
     for path in sorted((ROOT / folder).rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
@@ -142,6 +142,6 @@ def test_names_have_the_projects_words(folder: str) -> None:
         ("fedrot/task_head/fit.py", "def with_task_head(step): return found", ""),
     ],
 )
-def test_a_struck_word_is_seen(path: str, source: str, name: str) -> None:
+def test_a_struck_word_is_seen(path, source, name):
     expected = [name] if name else []
     assert [s.split(": ")[1].split(";")[0] for s in struck_in(path, source)] == expected

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ toy = test_examples.toy
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: Any) -> Iterator[Federation]:
+def federation(tmp_path_factory):
     """Certificates, keys, and a SuperLink that knows the keys of four nodes."""
     folder = tmp_path_factory.mktemp("deployment")
     shutil.copytree(
@@ -56,7 +55,7 @@ def federation(tmp_path_factory: Any) -> Iterator[Federation]:
 
 
 @pytest.fixture(scope="module")
-def results(federation: Federation) -> Path:
+def results(federation):
     """The run: two rounds, and a node that is killed while it trains in the second
     one.
     """
@@ -116,13 +115,13 @@ def rows(results: Path) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_model_is_the_mean_of_who_is_left_unscrambled(results: Path) -> None:
+def test_the_model_is_the_mean_of_who_is_left_unscrambled(results):
     model = load_file(results / "model.safetensors")
     assert largest_difference(model, expected()) < 1e-5
     assert largest_difference(model, expected(scrambled=True)) > 0.1
 
 
-def test_nan_is_dropped_by_name(results: Path) -> None:
+def test_nan_is_dropped_by_name(results):
     aside = [row for row in rows(results) if "dropped" in row]
     assert [(row["round"], row["client"]) for row in aside] == [
         (1, BROKEN),
@@ -131,7 +130,7 @@ def test_nan_is_dropped_by_name(results: Path) -> None:
     assert all("'classifier.weight' holds NaN" in row["dropped"] for row in aside)
 
 
-def test_the_dead_node_is_a_failure_of_its_round(results: Path) -> None:
+def test_the_dead_node_is_a_failure_of_its_round(results):
     metrics = json.loads((results / "metrics.json").read_text())
     counts = [
         (
@@ -157,7 +156,7 @@ def test_the_dead_node_is_a_failure_of_its_round(results: Path) -> None:
 
 
 @pytest.mark.usefixtures("results")
-def test_flower_lists_the_run_and_the_nodes(federation: Federation) -> None:
+def test_flower_lists_the_run_and_the_nodes(federation):
     (run,) = listed(federation, "runs")["runs"]
     assert run["status"] == "finished:completed"
     nodes = listed(federation, "nodes")["nodes"]
@@ -180,7 +179,7 @@ def listed(federation: Federation, name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def stranger(federation: Federation) -> None:
+def stranger(federation):
     """A key that nobody registered and an authority that nobody trusts, in a folder of
     their own.
     """
@@ -210,7 +209,7 @@ REFUSED = {
 
 @pytest.mark.usefixtures("stranger")
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_node_is_refused(federation: Federation, what: str) -> None:
+def test_a_node_is_refused(federation, what):
     changes, complaint = REFUSED[what]
     command = federation.command("node", port=federation.spare_port)
     for old, new in changes.items():
@@ -225,7 +224,7 @@ def test_a_node_is_refused(federation: Federation, what: str) -> None:
 
 
 @pytest.mark.usefixtures("stranger")
-def test_flwr_refuses_a_server_of_another_authority(federation: Federation) -> None:
+def test_flwr_refuses_a_server_of_another_authority(federation):
     connection = federation.command("connection")
     for old, new in (
         ("superlink.secure", "superlink.other"),
@@ -243,7 +242,7 @@ def test_flwr_refuses_a_server_of_another_authority(federation: Federation) -> N
 
 
 @pytest.mark.long
-def test_the_quickstart_runs_without_encryption(toy: str, tmp_path: Path) -> None:
+def test_the_quickstart_runs_without_encryption(toy, tmp_path):
     shutil.copytree(test_examples.EXAMPLES, tmp_path / "examples")
     with Federation(tmp_path, nodes=2) as federation:
         offline = f"export UV_OFFLINE=1 UV_CACHE_DIR={tmp_path / 'uv'}\n"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pandas
 import pytest
 
@@ -20,7 +18,7 @@ STRATEGIES = ["+fit", "head-only", "fedavg", "fedavg+fit", "fedprox", "fedrot"]
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> str:
+def settings(tmp_path):
     """A random model and reviews of two classes, as settings of the baseline."""
     save_model(tmp_path / "model", "BertModel", **SIZES)
     for split, size in (("train", 160), ("test", 40)):
@@ -33,7 +31,7 @@ def settings(tmp_path: Path) -> str:
     )
 
 
-def test_every_strategy_gives_a_row(tmp_path: Path, settings: str) -> None:
+def test_every_strategy_gives_a_row(tmp_path, settings):
     with Run(tmp_path) as run:
         log = run.simulated(
             BASELINE, 4, f'{settings} strategies="{",".join(STRATEGIES)}"'
@@ -51,16 +49,14 @@ def test_every_strategy_gives_a_row(tmp_path: Path, settings: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_it_runs_unchanged_on_a_superlink_with_two_supernodes(
-    tmp_path: Path, settings: str
-) -> None:
+def test_it_runs_unchanged_on_a_superlink_with_two_supernodes(tmp_path, settings):
     with Run(tmp_path) as run:
         run.serve()
         log = run.deployed(BASELINE, f'{settings} strategies="fedavg+fit"')
     assert pandas.read_csv(tmp_path / "rows.csv")["macro_f1"].item() > 0.9, log
 
 
-def test_the_page_has_the_means_of_its_rows() -> None:
+def test_the_page_has_the_means_of_its_rows():
     rows = pandas.read_csv(BASELINE / "results.csv")
     page = (BASELINE / "README.md").read_text(encoding="utf-8")
     assert {*rows["strategy"]} == {*STRATEGIES}

@@ -19,7 +19,6 @@ import zipfile
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -123,7 +122,7 @@ class Run(Federation):
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+def run(tmp_path):
     with Run(tmp_path) as run:
         yield run
 
@@ -167,7 +166,7 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: Any) -> str:
+def toy(tmp_path_factory):
     """A model of random weights and forty reviews, as settings of the quickstart."""
     folder = tmp_path_factory.mktemp("toy")
     model = save_model(
@@ -182,7 +181,7 @@ def toy(tmp_path_factory: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def language(tmp_path_factory: Any) -> str:
+def language(tmp_path_factory):
     """A language model of random weights and some instructions, as settings of its
     example.
     """
@@ -205,8 +204,8 @@ def aligned_once(log: str) -> None:
 
 
 def test_the_quickstart_runs_in_simulation_and_fits_the_task_head_as_its_page_says(
-    run: Run, toy: str, tmp_path: Path
-) -> None:
+    run, toy, tmp_path
+):
     app = tmp_path / "app"
     shutil.copytree(
         QUICKSTART, app, ignore=shutil.ignore_patterns("__pycache__", "*.fab")
@@ -234,9 +233,7 @@ def test_the_quickstart_runs_in_simulation_and_fits_the_task_head_as_its_page_sa
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_all_run_unchanged_on_a_superlink_with_two_supernodes(
-    run: Run, toy: str, language: str
-) -> None:
+def test_all_run_unchanged_on_a_superlink_with_two_supernodes(run, toy, language):
     """One federation for all: every request to a node starts a process, and these are
     slow.
     """
@@ -256,7 +253,7 @@ def test_all_run_unchanged_on_a_superlink_with_two_supernodes(
 
 
 @pytest.mark.long
-def test_institutions_meet_once(run: Run) -> None:
+def test_institutions_meet_once(run):
     log = run.simulated(INSTITUTIONS, 3, "width=32 rows=100 epochs=1")
     losses = dict(re.findall(r"loss of (.+): ([\d.]+)", log))
     alone = [f"institution {number}" for number in range(3)]
@@ -266,7 +263,7 @@ def test_institutions_meet_once(run: Run) -> None:
 
 
 @pytest.mark.long
-def test_clients_align_under_secure_aggregation(run: Run) -> None:
+def test_clients_align_under_secure_aggregation(run):
     log = run.simulated(SECURE, 3, "rows=60 num-server-rounds=1")
     found = re.search(r"loss before: ([\d.]+), after 1 rounds: ([\d.]+)", log)
     assert found, log
@@ -274,9 +271,7 @@ def test_clients_align_under_secure_aggregation(run: Run) -> None:
 
 
 @pytest.mark.long
-def test_a_language_model_is_tuned_by_adapters(
-    run: Run, language: str, tmp_path: Path
-) -> None:
+def test_a_language_model_is_tuned_by_adapters(run, language, tmp_path):
     import peft
     from transformers import GPT2LMHeadModel
 
@@ -297,9 +292,7 @@ def test_a_language_model_is_tuned_by_adapters(
     assert all(tensor.abs().max() > 0 for tensor in factors)
 
 
-def test_clients_of_different_ranks_train_a_classifier(
-    run: Run, toy: str, tmp_path: Path
-) -> None:
+def test_clients_of_different_ranks_train_a_classifier(run, toy, tmp_path):
     import peft
 
     log = run.simulated(
@@ -315,7 +308,7 @@ APPS = [QUICKSTART, INSTITUTIONS, SECURE, LANGUAGE, CLASSIFIER]
 
 
 @pytest.mark.parametrize("app", APPS, ids=lambda app: app.name)
-def test_every_dependency_is_taken_from_beside_flower(app: Path) -> None:
+def test_every_dependency_is_taken_from_beside_flower(app):
     project = tomllib.loads((app / "pyproject.toml").read_text())
     declared = {
         re.split(r"[\[<>=!~; ]", text)[0] for text in project["project"]["dependencies"]
@@ -325,8 +318,8 @@ def test_every_dependency_is_taken_from_beside_flower(app: Path) -> None:
 
 @pytest.mark.parametrize("app", [*APPS, BASELINE], ids=lambda app: app.name)
 def test_flwr_build_bundles_it_within_the_limits_of_flowers_hub(
-    app: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+    app, tmp_path, monkeypatch
+):
     from flwr.cli.app import app as flwr
 
     monkeypatch.chdir(tmp_path)
@@ -360,7 +353,7 @@ def test_flwr_build_bundles_it_within_the_limits_of_flowers_hub(
     )
 
 
-def test_the_readme_shows_every_line_that_turns_fedavg_into_fedrot() -> None:
+def test_the_readme_shows_every_line_that_turns_fedavg_into_fedrot():
     """Undone, its lines leave a server without fedrot."""
     readme = (QUICKSTART / "README.md").read_text()
     diff, _ = re.findall(r"```diff\n(.*?)```", readme, flags=re.DOTALL)

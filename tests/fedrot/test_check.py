@@ -39,12 +39,12 @@ def _check(name: str, model: nn.Module, **given: Any) -> float:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_every_architecture_has_its_symmetry(name: str) -> None:
+def test_every_architecture_has_its_symmetry(name):
     assert _check(name, EVERY[name].build("eager")) <= 1e-10
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_attention_may_be_fused_and_the_model_stays(name: str) -> None:
+def test_attention_may_be_fused_and_the_model_stays(name):
     assert _check(name, CASES[name].build("sdpa")) <= 1e-10
     model = fresh_model(name)
     before = copied(model.state_dict())
@@ -58,7 +58,7 @@ def test_attention_may_be_fused_and_the_model_stays(name: str) -> None:
     assert change(lambda group: True) == change(lambda group: True) == first
 
 
-def test_what_cannot_be_checked_is_refused() -> None:
+def test_what_cannot_be_checked_is_refused():
     choice = EVERY["bert-choice"].build("eager")
     bare = BARE["bert-bare"].build("eager")
     with pytest.raises(SymmetryError, match="batch of your own"):
@@ -137,8 +137,8 @@ def _reading(part: str, seen_in: str = "", factor: float = 1.0) -> _Wrapped:
 
 @pytest.mark.parametrize("part", EVERYTHING)
 def test_a_wrong_head_is_caught_and_the_part_is_named_if_it_is_asked_for(
-    part: str,
-) -> None:
+    part,
+):
     with pytest.raises(SymmetryError) as caught:
         _check(NAME, _reading(part))
     message = str(caught.value)
@@ -157,7 +157,7 @@ def test_a_wrong_head_is_caught_and_the_part_is_named_if_it_is_asked_for(
         _check(NAME, _reading(part), parts=(part,), seed=1)
 
 
-def test_several_guilty_parts_are_named_together_and_nan_proves_nothing() -> None:
+def test_several_guilty_parts_are_named_together_and_nan_proves_nothing():
     # The units of a query as they are: heads move them, and rotations.
     with pytest.raises(SymmetryError, match="heads and attention"):
         _check(NAME, _reading("residual", "heads"))
@@ -165,7 +165,7 @@ def test_several_guilty_parts_are_named_together_and_nan_proves_nothing() -> Non
         _check(NAME, _reading("residual", factor=float("nan")))
 
 
-def test_unit_gains_hide_nothing() -> None:
+def test_unit_gains_hide_nothing():
     model = CASES[NAME].build("eager")
     gain = model.bert.embeddings.LayerNorm.weight
     assert torch.equal(gain, torch.ones_like(gain))
@@ -178,7 +178,7 @@ def test_unit_gains_hide_nothing() -> None:
         _check(NAME, _Wrapped(answer, model=model))
 
 
-def test_two_heads_are_moved_whatever_the_seed() -> None:
+def test_two_heads_are_moved_whatever_the_seed():
     """A random order of them may well be the one they have."""
     config = bert_config()
     config.num_hidden_layers, config.num_attention_heads = 1, 2
@@ -231,7 +231,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("which", ANSWERS)
-def test_what_the_model_goes_on_computing_with_is_no_output(which: str) -> None:
+def test_what_the_model_goes_on_computing_with_is_no_output(which):
     answer, expected = ANSWERS[which]
     if isinstance(expected, float):
         assert _check(NAME, _Wrapped(answer)) <= expected
@@ -240,7 +240,7 @@ def test_what_the_model_goes_on_computing_with_is_no_output(which: str) -> None:
         _check(NAME, _Wrapped(answer))
 
 
-def test_caches_are_not_filled_unless_the_batch_says_so() -> None:
+def test_caches_are_not_filled_unless_the_batch_says_so():
     seen = []
     model = _Wrapped(lambda m, z, h: (seen.append(m.use_cache), z)[1])
     assert _check(NAME, model) <= 1e-10
@@ -249,7 +249,7 @@ def test_caches_are_not_filled_unless_the_batch_says_so() -> None:
     assert seen[-1] is True
 
 
-def test_numbers_in_a_batch_are_taken_in_float64() -> None:
+def test_numbers_in_a_batch_are_taken_in_float64():
     batch = {
         "inputs_embeds": torch.randn(2, 5, WIDTH),
         "attention_mask": torch.ones(2, 5),
@@ -260,7 +260,7 @@ def test_numbers_in_a_batch_are_taken_in_float64() -> None:
     )
 
 
-def test_the_change_is_measured_for_any_selection() -> None:
+def test_the_change_is_measured_for_any_selection():
     change = output_change(
         _reading("heads"), config_of(NAME), symmetry_for(NAME), EVERYTHING
     )
@@ -274,7 +274,7 @@ def test_the_change_is_measured_for_any_selection() -> None:
     )
 
 
-def test_numbers_beyond_float32_can_be_made_in_float64() -> None:
+def test_numbers_beyond_float32_can_be_made_in_float64():
     smallest = torch.finfo(torch.float64).min
     with Float64():
         assert (

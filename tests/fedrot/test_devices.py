@@ -4,7 +4,7 @@ pretended one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -30,7 +30,7 @@ READS = {"near": 16, "far": 37}
 
 
 @pytest.fixture(autouse=True)
-def rounding() -> Iterator[None]:
+def rounding():
     """Allow what a user may allow, so that what has to forbid it is seen."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -71,7 +71,7 @@ def models(family: str) -> list[State]:
         ("llama", "layers"),
     ],
 )
-def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> None:
+def test_alignment_on_the_device_is_that_on_the_cpu(family, which):
     symmetry = symmetry_for(family)
     anchor, *clients = models(family)
     options = movable_options(MORE[which], family)
@@ -111,7 +111,7 @@ def test_alignment_on_the_device_is_that_on_the_cpu(family: str, which: str) -> 
         ("vit", "near"),
     ],
 )
-def test_the_host_seldom_waits(family: str, which: str) -> None:
+def test_the_host_seldom_waits(family, which):
     symmetry = symmetry_for(family)
     close = which == "near"
     with Pretend() as device:
@@ -154,7 +154,7 @@ AGGREGATORS = {
 
 
 @pytest.mark.parametrize("which", AGGREGATORS)
-def test_aggregation_on_the_device_is_that_on_the_cpu(which: str) -> None:
+def test_aggregation_on_the_device_is_that_on_the_cpu(which):
     anchor, *clients = models("bert")
     build, kinds = AGGREGATORS[which]
     options = MORE["fisher" if "fisher" in kinds else "eager"]
@@ -182,8 +182,8 @@ PRODUCTS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     "chosen", [("tf32", "none"), ("tf32", "bf16"), ("ieee", "ieee"), ("none", "tf32")]
 )
 def test_what_a_user_allowed_by_backend_is_forbidden_and_restored(
-    chosen: Any,
-) -> None:
+    chosen,
+):
     """With switches that torch's older ones do not know of, and refuse to be read
     beside.
     """
@@ -200,7 +200,7 @@ def test_what_a_user_allowed_by_backend_is_forbidden_and_restored(
             backend.fp32_precision = "none"
 
 
-def test_what_a_user_allowed_is_forbidden_and_restored() -> None:
+def test_what_a_user_allowed_is_forbidden_and_restored():
     with Pretend() as device:
         matrix = device.put({"m": torch.eye(3)})["m"]
         with pytest.raises(RuntimeError, match="TF32"):

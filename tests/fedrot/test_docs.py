@@ -9,7 +9,6 @@ import shlex
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -83,11 +82,11 @@ _PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
     "page", [page for page in _PAGES if _code(page) and page not in _TESTED]
 )
 def test_the_python_of_every_page_runs(
-    page: str,
-    tmp_path: Path,
-    monkeypatch: Any,
-    capsys: Any,
-) -> None:
+    page,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(strategy, "KINDS", dict(strategy.KINDS))
     monkeypatch.setattr(cells, "RUNS", dict(cells.RUNS))
@@ -102,9 +101,7 @@ def _batches() -> list[State]:
 
 
 @pytest.mark.parametrize("page", ["../README.md", "symptoms.md"])
-def test_every_block_of_the_front_pages_runs(
-    page: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_every_block_of_the_front_pages_runs(page, tmp_path, monkeypatch):
     """With what the pages call the reader's own: an app, a grid, a model, and the
     commands' files.
     """
@@ -163,20 +160,20 @@ def test_every_block_of_the_front_pages_runs(
             exec(compile(after, page, "exec"), own)
 
 
-def test_the_page_about_comparisons_lists_the_named_strategies() -> None:
+def test_the_page_about_comparisons_lists_the_named_strategies():
     text = (DOCS / "how-to/compare.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, flags=re.MULTILINE)
     assert listed == [(name, own["says"]) for name, own in strategy.NAMED.items()]
 
 
-def test_the_page_about_commands_lists_all_of_them() -> None:
+def test_the_page_about_commands_lists_all_of_them():
     text = (DOCS / "reference/commands.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `fedrot (\S+)` \|", text, flags=re.MULTILINE)
     group = get_command(app)
     assert listed == list(group.commands)
 
 
-def test_the_page_about_aggregations_lists_all_of_them() -> None:
+def test_the_page_about_aggregations_lists_all_of_them():
     text = (DOCS / "how-to/statistics.md").read_text(encoding="utf-8")
     for entry in aggregations():
         if not entry.path.startswith("reproductions."):
@@ -193,7 +190,7 @@ def test_the_page_about_aggregations_lists_all_of_them() -> None:
         assert f"| `{kind.name}` | {kind.meaning} | {' | '.join(flags)} |" in text
 
 
-def test_the_page_about_aggregations_runs(monkeypatch: Any) -> None:
+def test_the_page_about_aggregations_runs(monkeypatch):
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
     monkeypatch.setattr(
         "fedrot.collect.statistics.STATISTIC_KINDS", dict(STATISTIC_KINDS)
@@ -210,11 +207,11 @@ def test_the_page_about_aggregations_runs(monkeypatch: Any) -> None:
 
 
 def test_the_app_of_the_page_about_statistics_runs(
-    capsys: Any,
-    caplog: Any,
-    monkeypatch: Any,
-    tmp_path: Path,
-) -> None:
+    capsys,
+    caplog,
+    monkeypatch,
+    tmp_path,
+):
     """As the three files that the page names."""
     logging.getLogger("flwr").propagate = True
     caplog.set_level(logging.INFO)

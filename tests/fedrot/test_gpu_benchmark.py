@@ -6,7 +6,6 @@ import json
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.py"
 STAGES = {"upload", "finite", "neurons", "heads", "apply", "fold", "download"}
 
 
-def test_its_path_on_a_gpu(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_its_path_on_a_gpu(tmp_path, monkeypatch, capsys):
     """Of a model small enough; what the pretended device cannot say is how long
     anything takes.
     """

@@ -103,7 +103,7 @@ def _imports(folder: str) -> dict[Path, set[str]]:
 
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
-def test_arrows_point_one_way(folder: str) -> None:
+def test_arrows_point_one_way(folder):
     wrong = {
         path: violations(names, FORBIDDEN[folder])
         for path, names in _imports(folder).items()
@@ -128,12 +128,12 @@ def arrows(folder: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("folder", PACKAGES)
-def test_no_modules_import_each_other_in_a_circle(folder: str) -> None:
+def test_no_modules_import_each_other_in_a_circle(folder):
     TopologicalSorter(arrows(folder)).prepare()
 
 
 @pytest.mark.parametrize("folder", ROOMS)
-def test_rooms_import_one_way(folder: str) -> None:
+def test_rooms_import_one_way(folder):
     rank = {name: place for place, names in enumerate(ROOMS[folder]) for name in names}
     depth = len(PACKAGES[folder].split("."))
     found = {
@@ -145,7 +145,7 @@ def test_rooms_import_one_way(folder: str) -> None:
     assert {(a, b) for a, b in found if a != b and rank[b] >= rank[a]} == set()
 
 
-def test_importing_fedrot_loads_nothing_heavy(tmp_path: Path) -> None:
+def test_importing_fedrot_loads_nothing_heavy(tmp_path):
     code = "import sys, json, fedrot; print(json.dumps(sorted(sys.modules)))"
     result = subprocess.run(
         [sys.executable, "-c", code],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from fedrot._io import append_rows, read_json, replacing, write_tensors, write_t
 from fedrot.errors import FedrotError
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a.json"
 
     def half() -> None:
@@ -35,7 +34,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def full(monkeypatch: Any) -> None:
+def full(monkeypatch):
     """A disk with room for ten bytes of every file, as ``open`` meets it."""
 
     class Full(io.FileIO):
@@ -62,9 +61,7 @@ def full(monkeypatch: Any) -> None:
     monkeypatch.setattr(io, "open", opened)
 
 
-def test_a_full_disk_leaves_what_was_there_and_is_named(
-    tmp_path: Path, full: None
-) -> None:
+def test_a_full_disk_leaves_what_was_there_and_is_named(tmp_path, full):
     rows = tmp_path / "rows.jsonl"
     page = tmp_path / "page.html"
     append_rows(rows, [{"a": 1}])
@@ -82,8 +79,8 @@ def test_a_full_disk_leaves_what_was_there_and_is_named(
 
 
 def test_the_error_of_a_file_in_a_new_folder_names_the_place_that_was_asked_for(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     def write() -> None:
         with replacing(tmp_path / "model") as folder:
             folder.mkdir()
@@ -97,7 +94,7 @@ def test_the_error_of_a_file_in_a_new_folder_names_the_place_that_was_asked_for(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+def test_a_link_is_replaced_and_not_followed(tmp_path):
     precious = tmp_path / "precious"
     link = tmp_path / "link"
     precious.write_text("one")
@@ -113,7 +110,7 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", [b"", b'{"a"', b"[]", b"null", b"\xff\xfe", 100_000 * b"["]
 )
-def test_what_is_no_json_object_is_named(text: bytes, tmp_path: Path) -> None:
+def test_what_is_no_json_object_is_named(text, tmp_path):
     (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(FedrotError, match=r"config\.json"):
         read_json(tmp_path / "config.json")

@@ -29,7 +29,7 @@ def printed(notebook: Any) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_has_clean_outputs(name: str) -> None:
+def test_a_notebook_has_clean_outputs(name):
     notebook = stored(name)
     pictures = []
     for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
@@ -53,7 +53,7 @@ def test_a_notebook_has_clean_outputs(name: str) -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [*LONG, "own-model"])
-def test_a_new_run_prints_the_same(name: str) -> None:
+def test_a_new_run_prints_the_same(name):
     shown = printed(stored(name))
     now = printed(executed(TUTORIALS / f"{name}.ipynb"))
     assert NUMBER.sub("#", now) == NUMBER.sub("#", shown)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -44,9 +42,7 @@ NAME = "bert-classifier"
         (np.array([1]), ("ffn",), (1,)),
     ],
 )
-def test_layers_and_parts_restrict_what_moves(
-    layers: Any, parts: Any, chosen: Any
-) -> None:
+def test_layers_and_parts_restrict_what_moves(layers, parts, chosen):
     anchor, update, symmetry = (
         state_of(NAME),
         state_of(NAME, seed=3),
@@ -89,17 +85,17 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_bad_options_are_refused(settings: Any, message: str) -> None:
+def test_bad_options_are_refused(settings, message):
     with pytest.raises(FedrotError, match=message):
         AlignmentOptions(**settings).layer_indices(LAYERS)
 
 
 @pytest.mark.parametrize("value", [0, 1])
-def test_the_ends_of_ranges_are_allowed(value: int) -> None:
+def test_the_ends_of_ranges_are_allowed(value):
     assert AlignmentOptions(chance=value, activation_weight=value).chance == value
 
 
-def test_the_whole_model_has_a_name_and_parts_may_be_any_sequence() -> None:
+def test_the_whole_model_has_a_name_and_parts_may_be_any_sequence():
     assert AlignmentOptions(parts="whole") == AlignmentOptions(WHOLE_MODEL)
     assert (
         len(
@@ -112,13 +108,13 @@ def test_the_whole_model_has_a_name_and_parts_may_be_any_sequence() -> None:
     )
 
 
-def test_random_equivalent_refuses_unknown_parts() -> None:
+def test_random_equivalent_refuses_unknown_parts():
     with pytest.raises(FedrotError, match="neurons"):
         random_equivalent(state_of(NAME), symmetry_for(NAME), parts=("neurons",))
 
 
 @pytest.mark.parametrize("layers", ["first:1", []])
-def test_layers_do_not_restrict_what_belongs_to_none(layers: Any) -> None:
+def test_layers_do_not_restrict_what_belongs_to_none(layers):
     """The residual stream and the task head are of the whole model, whatever layers are
     chosen.
     """
@@ -136,7 +132,7 @@ def test_layers_do_not_restrict_what_belongs_to_none(layers: Any) -> None:
     assert gap(logits(NAME, alignment.apply(update)), logits(NAME, update)) <= 1e-10
 
 
-def test_parts_that_cannot_be_moved_are_left_out_but_the_stream() -> None:
+def test_parts_that_cannot_be_moved_are_left_out_but_the_stream():
     whole = AlignmentOptions(WHOLE_MODEL)
     bloom = whole.movable(families.symmetry_for("bloom"))
     assert bloom.parts == tuple(part for part in WHOLE_MODEL if part != "heads")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 import pytest
 import torch
@@ -40,9 +39,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("name", FEW)
-def test_distance_never_grows_and_every_row_of_the_report_is_true(
-    name: str, pair: str
-) -> None:
+def test_distance_never_grows_and_every_row_of_the_report_is_true(name, pair):
     anchor = state_of(name)
     update = PAIRS[pair](anchor, CASES[name].names)
     # Every pair meets all settings, each with one of the models.
@@ -51,7 +48,7 @@ def test_distance_never_grows_and_every_row_of_the_report_is_true(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_distance_never_grows_in_low_precision(dtype: Any) -> None:
+def test_distance_never_grows_in_low_precision(dtype):
     names = CASES[NAME].names
     symmetry = symmetry_for(NAME)
     for pair in ("near", "barely", "unrelated", "conflicting", "zero"):
@@ -67,7 +64,7 @@ def test_distance_never_grows_in_low_precision(dtype: Any) -> None:
         assert after <= before + eps * (before * size) ** 0.5 + eps**2 * size
 
 
-def test_report_counts_moves_angles_and_shares() -> None:
+def test_report_counts_moves_angles_and_shares():
     anchor = state_of(NAME)
     symmetry = symmetry_for(NAME)
     moved = random_equivalent(anchor, symmetry, 1, ("attention", "ffn"))
@@ -99,7 +96,7 @@ def test_report_counts_moves_angles_and_shares() -> None:
     ]
 
 
-def test_reported_angle_is_the_rotation_s_angle() -> None:
+def test_reported_angle_is_the_rotation_s_angle():
     anchor = state_of(NAME)
     symmetry = symmetry_for(NAME)
     update = copied(anchor)
@@ -119,7 +116,7 @@ def test_reported_angle_is_the_rotation_s_angle() -> None:
     ) == (0, 0)
 
 
-def test_an_alignment_prints_a_summary_of_a_few_lines() -> None:
+def test_an_alignment_prints_a_summary_of_a_few_lines():
     anchor = state_of(NAME)
     symmetry = symmetry_for(NAME)
     alignment = align(random_equivalent(anchor, symmetry, 1), anchor, symmetry)

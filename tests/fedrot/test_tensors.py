@@ -81,9 +81,7 @@ def refused(
 
 
 @pytest.mark.parametrize(("tensor", "change", "word"), DAMAGES)
-def test_a_bad_update_or_anchor_is_refused_by_name(
-    tensor: str, change: Any, word: str
-) -> None:
+def test_a_bad_update_or_anchor_is_refused_by_name(tensor, change, word):
     bad = near(BASE, 0.1)
     value = change(bad.pop(tensor, torch.zeros(())))
     if value is not None:
@@ -119,8 +117,8 @@ VALUES = [
 )
 @pytest.mark.parametrize(("value", "parts", "damaged", "dtype", "word"), VALUES)
 def test_every_part_refuses_values_that_are_not_finite_or_overflow(
-    part: str, key: str, value: float, parts: Any, damaged: int, dtype: Any, word: str
-) -> None:
+    part, key, value, parts, damaged, dtype, word
+):
     states = [cast(near(BASE, scale), dtype) for scale in (0.1, 0)]
     states[damaged][key] = _entry(value)(states[damaged][key])
     refused(key, word, *states, parts or (part,))
@@ -142,7 +140,7 @@ STRANGE = {
 @pytest.mark.parametrize(
     "name", ["bert.pooler.dense.weight", "bert.encoder.layer.0.output.dense.weight"]
 )
-def test_a_tensor_that_cannot_be_computed_with_is_named(name: str, kind: str) -> None:
+def test_a_tensor_that_cannot_be_computed_with_is_named(name, kind):
     made, says = STRANGE[kind]
     strange = {**BASE, name: made(BASE[name])}
     calls = [
@@ -255,9 +253,7 @@ CALLS = {
     ("error", "call", "says"),
     [(error, *row) for error, rows in CALLS.items() for row in rows],
 )
-def test_a_wrong_argument_is_answered_by_what_to_write(
-    error: Any, call: Call, says: str
-) -> None:
+def test_a_wrong_argument_is_answered_by_what_to_write(error, call, says):
     with pytest.raises(error) as raised:
         call(fresh_model(NAME), state_of(NAME))
     assert says in str(raised.value)

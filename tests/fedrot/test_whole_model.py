@@ -40,9 +40,7 @@ def _let_sweep(
 
 
 @pytest.mark.parametrize("name", ["bert-classifier", "electra-mlm", "distilbert-mlm"])
-def test_every_sweep_brings_unrelated_models_closer(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_sweep_brings_unrelated_models_closer(name, monkeypatch):
     anchor = state_of(name)
     update = state_of(name, 5)
     distances = []
@@ -55,7 +53,7 @@ def test_every_sweep_brings_unrelated_models_closer(
     assert found[0] > found[1] >= found[-1]
 
 
-def test_sweeps_stop_where_nothing_is_gained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweeps_stop_where_nothing_is_gained(monkeypatch):
     name = "bert-classifier"
     anchor, update, symmetry = state_of(name), state_of(name, 5), symmetry_for(name)
 
@@ -86,8 +84,8 @@ def _disagreeing(state: State, key: str, other: int) -> State:
     [("bert-mlm", "transform"), ("bert-mlm", "dense"), ("distilbert-mlm", "vocab")],
 )
 def test_distance_never_grows_where_a_matrix_has_both_axes_in_the_stream(
-    name: str, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, key, monkeypatch
+):
     """A language model's transform depends on the order twice: what helps each axis may
     harm both.
     """
@@ -149,8 +147,8 @@ def _stream_moved(state: State, order: list[int]) -> State:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_coordinate_descent_ends_in_the_best_for_its_order_of_a_tiny_stream(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    seed, monkeypatch
+):
     """All 24 orders of the stream, each with the exact best of everything else."""
     config, anchor = _tiny(100)
     _, update = _tiny(seed)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -49,7 +47,7 @@ literals = st.sampled_from(TOML.split())
 
 
 @pytest.fixture(autouse=True, scope="module")
-def only_read() -> Iterator[None]:
+def only_read():
     """Let the command read what it would run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulate, "simulate", lambda *args, **kwargs: None)
@@ -90,7 +88,7 @@ tables = st.dictionaries(st.sampled_from(KEYS), anything, max_size=3)
     settings=st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4)
     | tables.map(lambda table: {"strategies": [{"name": "a", **table}]}),
 )
-def test_settings_are_an_experiment_or_refused(settings: Any) -> bool:
+def test_settings_are_an_experiment_or_refused(settings):
     try:
         found = Experiment.from_flat(settings)
     except ValueError:
@@ -102,7 +100,7 @@ def test_settings_are_an_experiment_or_refused(settings: Any) -> bool:
 
 
 @fuzzed(7, text=documents())
-def test_a_file_is_simulated_or_refused_in_one_line(text: str) -> bool:
+def test_a_file_is_simulated_or_refused_in_one_line(text):
     with TemporaryDirectory() as folder:
         path = Path(folder, "a.toml")
         path.write_text(text, "utf-8")

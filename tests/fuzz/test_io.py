@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -65,7 +64,7 @@ changed = st.sampled_from(CHANGED).flatmap(
 
 
 @fuzzed(8, file=tables | changed)
-def test_a_file_is_read_or_refused(file: Any) -> bool:
+def test_a_file_is_read_or_refused(file):
     name, content = file
     with TemporaryDirectory() as folder, bounded():
         weights = {name} & {*CHANGED[1:3]} or {CHANGED[1]}

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -217,9 +216,7 @@ def contents(draw: st.DrawFn) -> RecordDict:
 @fuzzed(
     30, content=contents(), needs=st.sampled_from(((), (), (), ("gram",), ("hessian",)))
 )
-def test_a_reply_is_a_fitting_update_or_refused(
-    content: RecordDict, needs: Any
-) -> bool:
+def test_a_reply_is_a_fitting_update_or_refused(content, needs):
     try:
         reply = inbox(needs).decode(Message(content, reply_to=ASKED))
     except UpdateError:
@@ -239,7 +236,7 @@ def test_a_reply_is_a_fitting_update_or_refused(
     return True
 
 
-def test_good_replies_are_accepted() -> None:
+def test_good_replies_are_accepted():
     metrics = MetricRecord({"num-examples": 7})
     for good in GOOD:
         sent = RecordDict({"arrays": good, "m": metrics, STATISTICS: GOOD_STATISTICS})
@@ -253,7 +250,7 @@ claims = values() | st.just(GOOD[0]["embeddings"])
 
 
 @fuzzed(20, data=raw, claim=claims, stype=st.sampled_from(STYPES))
-def test_bytes_are_an_array_or_refused(data: bytes, claim: Array, stype: str) -> bool:
+def test_bytes_are_an_array_or_refused(data, claim, stype):
     record = ArrayRecord({"embeddings": Array(claim.dtype, claim.shape, stype, data)})
     try:
         found = from_arrays(record)["embeddings"]

@@ -143,9 +143,7 @@ def adapters(draw: st.DrawFn) -> dict[str, Tensor]:
     examples=weights,
     place=st.integers(0, 2),
 )
-def test_adapters_are_averaged_or_dropped(
-    options: AdapterOptions, hostile: Any, examples: float, place: int
-) -> bool:
+def test_adapters_are_averaged_or_dropped(options, hostile, examples, place):
     strategy = FedRotLoRA(LORA, options, fraction_evaluate=0.0)
     honest = [(adapter(seed), {"num-examples": 10.0}) for seed in (1, 2)]
     honest.insert(place, (hostile, {"num-examples": examples}))
@@ -199,9 +197,7 @@ kinds = (
     examples=weights,
     place=places,
 )
-def test_statistics_leave_a_bounded_mean_or_are_refused(
-    drawn: Any, update: Tensor, examples: float, place: int
-) -> bool:
+def test_statistics_leave_a_bounded_mean_or_are_refused(drawn, update, examples, place):
     kind, value, setting = drawn
     honest = HONEST_GRAM if kind == "gram" else torch.ones(SHAPES["w"])
     clients = [
@@ -288,7 +284,7 @@ def updates(draw: st.DrawFn) -> dict[str, Tensor]:
     own=metrics,
     place=places,
 )
-def test_a_round_goes_on(behind: str, update: Any, own: Any, place: int) -> bool:
+def test_a_round_goes_on(behind, update, own, place):
     usual = {"num-examples": 1.0, "train_loss": 0.5}
     clients = [
         ({n: t + 0.1 * (i + 1) for n, t in BASE.items()}, usual) for i in range(4)
@@ -323,9 +319,7 @@ QUESTIONS = list(
 
 
 @fuzzed(2, hostile=evaluations(QUESTIONS[0]), place=places)
-def test_evaluations_of_honest_clients_are_averaged(
-    hostile: Message, place: int
-) -> bool:
+def test_evaluations_of_honest_clients_are_averaged(hostile, place):
     own = MetricRecord({"num-examples": 10, "train_loss": 0.5})
     honest = [
         Message(RecordDict({"metrics": own}), reply_to=to) for to in QUESTIONS[1:]

@@ -88,7 +88,7 @@ def lies(draw: st.DrawFn) -> Any:
 
 
 @fuzzed(2, lie=lies(), place=places)
-def test_a_head_is_fitted_to_the_others_over_rounds(lie: Any, place: int) -> bool:
+def test_a_head_is_fitted_to_the_others_over_rounds(lie, place):
     old = OLD
     before = accuracy(fitted([client(seed) for seed in range(3)]), 500)
     for number in range(2):

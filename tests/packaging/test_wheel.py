@@ -9,11 +9,9 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable
 from functools import cache
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.metadata import Metadata
@@ -24,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: Any) -> Path:
+def wheel(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
     folder = tmp_path_factory.mktemp("dist")
     for name in ("fedrot", "strategies", "simulations"):
@@ -65,7 +63,7 @@ def needed(asked: Requirement, fedrot: Distribution) -> dict[str, Distribution]:
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: Any) -> Callable[[str], Path]:
+def installed(wheel, tmp_path_factory):
     """Return a site folder with the wheel and links to nothing but what it asks for
     with an extra.
     """
@@ -94,7 +92,7 @@ def installed(wheel: Path, tmp_path_factory: Any) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="module")
-def bare(installed: Any) -> Path:
+def bare(installed):
     return installed("")
 
 
@@ -106,7 +104,7 @@ def python(site: Path, code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_wheel_holds_every_module_types_data_and_licences(wheel: Path) -> None:
+def test_the_wheel_holds_every_module_types_data_and_licences(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     tops = {name.split("/")[0] for name in names}
@@ -134,7 +132,7 @@ def test_the_wheel_holds_every_module_types_data_and_licences(wheel: Path) -> No
     assert {name for name in names if name.endswith(".py")} == here
 
 
-def test_the_metadata_is_complete(wheel: Path) -> None:
+def test_the_metadata_is_complete(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         text = archive.read(name)
@@ -156,7 +154,7 @@ def test_the_metadata_is_complete(wheel: Path) -> None:
     assert set(metadata.provides_extra or []) == {*ALONE, "dev"}
 
 
-def test_the_library_works_without_flower_transformers_and_datasets(bare: Path) -> None:
+def test_the_library_works_without_flower_transformers_and_datasets(bare):
     result = python(
         bare,
         """
@@ -210,7 +208,7 @@ assert "fedrot.simulations.federation.server_app:app" in text
 
 
 @pytest.mark.parametrize("extra", ALONE)
-def test_each_extra_is_enough_alone(installed: Any, extra: str) -> None:
+def test_each_extra_is_enough_alone(installed, extra):
     result = python(installed(extra), ALONE[extra])
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -235,9 +233,7 @@ SCRIPT = (
         (SCRIPT, "pip install -c constraints.txt '.[simulation]'", 1),
     ],
 )
-def test_the_missing_package_is_named_by_commands_in_one_line(
-    bare: Path, code: str, named: str, lines: Any
-) -> None:
+def test_the_missing_package_is_named_by_commands_in_one_line(bare, code, named, lines):
     result = python(bare, code)
     assert result.returncode != 0
     assert result.stderr.rstrip().endswith(named) or (

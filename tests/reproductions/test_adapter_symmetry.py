@@ -27,7 +27,7 @@ EVERYTHING = fedrot.AlignmentOptions(parts=("adapters",), chance=0)
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_rotations_do_not_change_the_function(kind: str) -> None:
+def test_rotations_do_not_change_the_function(kind):
     build, options = SETTINGS[kind]
     torch.manual_seed(0)
     model = peft.get_peft_model(build(), peft.LoraConfig(r=4, lora_alpha=6, **options))
@@ -47,7 +47,7 @@ def test_rotations_do_not_change_the_function(kind: str) -> None:
     assert largest_difference(alignment.apply(turned), tensors) < 1e-9
 
 
-def test_alignment_is_the_rotation_by_both_factors() -> None:
+def test_alignment_is_the_rotation_by_both_factors():
     start = adapter(0)
     given = adapter(1)
     found = fedrot.align(given, start, adapter_symmetry(start), EVERYTHING).apply(given)
@@ -55,7 +55,7 @@ def test_alignment_is_the_rotation_by_both_factors() -> None:
     assert largest_difference(found, expected) < 1e-9
 
 
-def test_evidence_decides() -> None:
+def test_evidence_decides():
     """Noise around the received adapter turns nothing; a client that has turned is
     turned back.
     """
@@ -90,7 +90,7 @@ def turning(index: int) -> Client:
     return train
 
 
-def test_the_server_aligns_adapters() -> None:
+def test_the_server_aligns_adapters():
     """Updates are averaged as before they were rotated."""
     start = floats(adapter(9))
     steps = [floats(adapter(i)) for i in range(3)]
@@ -109,7 +109,7 @@ def test_the_server_aligns_adapters() -> None:
     assert largest_difference(turned.arrays.to_torch_state_dict(), mean) > 0.3
 
 
-def test_factors_need_a_common_rank() -> None:
+def test_factors_need_a_common_rank():
     module = next(iter(MODULES))
     with pytest.raises(UpdateError, match="have no common rank"):
         adapter_symmetry(
@@ -117,7 +117,7 @@ def test_factors_need_a_common_rank() -> None:
         )
 
 
-def test_options_of_whole_models_are_refused_before_clients_train() -> None:
+def test_options_of_whole_models_are_refused_before_clients_train():
     start = adapter(0)
     symmetry = adapter_symmetry(start)
     said = r"these are LoRA adapters\. Write AlignmentOptions\(parts=\('adapters',\)\)"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import reproductions.plugins  # noqa: F401
@@ -17,7 +15,7 @@ OF_BARRIERS = {file for file in GRIDS.iterdir() if "\n[[task]]" in file.read_tex
 @pytest.mark.parametrize(
     "file", sorted({*GRIDS.iterdir()} - OF_BARRIERS), ids=lambda file: file.stem
 )
-def test_experiments_of_files_are_possible(file: Path) -> None:
+def test_experiments_of_files_are_possible(file):
     for one in read_experiments(file, {}):
         assert all(
             strategy.kind == "fedrot" or not strategy.code(one)
@@ -26,5 +24,5 @@ def test_experiments_of_files_are_possible(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", sorted(OF_BARRIERS), ids=lambda file: file.stem)
-def test_pairs_of_files_are_possible(file: Path) -> None:
+def test_pairs_of_files_are_possible(file):
     assert all(cell.pairs for cell in read_cells(file))

@@ -44,7 +44,7 @@ FEATURES = torch.randn(60, 7) + one_hot(LABELS, 7)
 
 
 @pytest.fixture
-def federation() -> Federation:
+def federation():
     rng = np.random.default_rng(0)
     ids = rng.integers(1, 40, (330, 8)) * (np.arange(8) < rng.integers(3, 9, (330, 1)))
     labels = np.where(rng.random(330) < 0.7, ids[:, 0] % 3, rng.integers(0, 3, 330))
@@ -53,7 +53,7 @@ def federation() -> Federation:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "pooler"])
-def test_heads_read_what_bert_gives(federation: Federation, pooling: str) -> None:
+def test_heads_read_what_bert_gives(federation, pooling):
     rows = np.arange(40, 60)
     other = copy.deepcopy(BERT)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_heads_read_what_bert_gives(federation: Federation, pooling: str) -> Non
 @pytest.mark.parametrize(
     "arm", [Arm(0.01), Arm(0.01, pull=0.5), Arm(0.1, scaffold=True, sgd=True)]
 )
-def test_an_epoch_is_that_of_torch_and_scaffold_has_its_option_two(arm: Arm) -> None:
+def test_an_epoch_is_that_of_torch_and_scaffold_has_its_option_two(arm):
     x = torch.randn(50, 3)
     labels = torch.randint(3, (50,))
     start = torch.randn(9)
@@ -96,7 +96,7 @@ def test_an_epoch_is_that_of_torch_and_scaffold_has_its_option_two(arm: Arm) -> 
         torch.testing.assert_close(gradient, second, atol=1e-5, rtol=1e-4)
 
 
-def test_discriminants_and_ridges_are_those_of_sklearn() -> None:
+def test_discriminants_and_ridges_are_those_of_sklearn():
     total = closed.sums_of(FEATURES, LABELS, 5)
     logits = closed.scores(FEATURES, fitted_task_heads(total, SHRINKAGES))
     assert not (logits.argmax(-1) == 3).any()
@@ -117,7 +117,7 @@ def test_discriminants_and_ridges_are_those_of_sklearn() -> None:
         np.testing.assert_allclose(found, ridge.predict(FEATURES), atol=1e-5)
 
 
-def test_fedcof_and_fedncm_by_loops() -> None:
+def test_fedcof_and_fedncm_by_loops():
     client = torch.arange(60) % 7 // 2
     wanted = torch.zeros(7, 7).double()
     centres = []
@@ -142,7 +142,7 @@ def test_fedcof_and_fedncm_by_loops() -> None:
     assert not bias.any()
 
 
-def test_ccvr_is_near_the_posterior_and_fourier_features_have_the_kernel() -> None:
+def test_ccvr_is_near_the_posterior_and_fourier_features_have_the_kernel():
     labels = torch.tensor([0, 1, 1] * 500)
     x = torch.randn(1500, 2) + 1.5 * labels[:, None]
     logits = closed.scores(x, closed.drawn(x, labels, 2, 0, rows=20000))[0]
@@ -156,7 +156,7 @@ def test_ccvr_is_near_the_posterior_and_fourier_features_have_the_kernel() -> No
     torch.testing.assert_close(z @ z.T, kernel, atol=0.05, rtol=0)
 
 
-def test_the_probe_is_fedavg_of_the_head_alone(federation: Federation) -> None:
+def test_the_probe_is_fedavg_of_the_head_alone(federation):
     own = federation.cell
     read = federation.features(federation.start, np.arange(230))
 
@@ -178,7 +178,7 @@ def test_the_probe_is_fedavg_of_the_head_alone(federation: Federation) -> None:
     )
 
 
-def test_the_best_candidate_and_temperature_are_taken() -> None:
+def test_the_best_candidate_and_temperature_are_taken():
     loss = partial(cross_entropy, target=LABELS)
     head = (9 * torch.randn(3, 5, 7), torch.randn(3, 5))
     best, losses = closed.calibrated(FEATURES, LABELS, head)
@@ -192,8 +192,8 @@ def test_the_best_candidate_and_temperature_are_taken() -> None:
 
 
 def test_a_round_averages_half_of_the_clients_and_central_is_one_client(
-    federation: Federation,
-) -> None:
+    federation,
+):
     own = federation.cell
     start = federation.start
     rng = np.random.default_rng([5, 3, 1])
@@ -221,7 +221,7 @@ def test_a_round_averages_half_of_the_clients_and_central_is_one_client(
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_every_arm_plays(federation: Federation, name: str, monkeypatch: Any) -> None:
+def test_every_arm_plays(federation, name, monkeypatch):
     monkeypatch.setattr(closed, "fourier", partial(closed.fourier, size=64))
     arm = ARMS[name]
     first = federation.evaluate(federation.start, arm.start)
@@ -245,7 +245,7 @@ def test_every_arm_plays(federation: Federation, name: str, monkeypatch: Any) ->
 
 
 @pytest.mark.parametrize("skew", [0, 0.1])
-def test_a_cell_divides_all_rows_and_knows_its_worst_client(skew: float) -> None:
+def test_a_cell_divides_all_rows_and_knows_its_worst_client(skew):
     labels = np.arange(500) % 2
     client = cell.divided(np.arange(400) % 2, skew, 11)
     found = cell.Cell(np.ones((500, 4), dtype=np.int64), labels, client, 11)
@@ -271,7 +271,7 @@ def invoked(*line: object) -> str:
     return " ".join(result.output.split())
 
 
-def test_a_cell_is_loaded_and_repeated(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_cell_is_loaded_and_repeated(tmp_path, monkeypatch):
     tokenizer = tmp_path / "tokenizer.json"
     Tokenizer(WordLevel({f"w{n}": n for n in range(40)}, "w0")).save(str(tokenizer))
     BERT.save_pretrained(tmp_path)
@@ -301,7 +301,7 @@ def test_a_cell_is_loaded_and_repeated(tmp_path: Path, monkeypatch: Any) -> None
     assert rows[[*place]].drop_duplicates().to_dict("records") == [place]
 
 
-def test_the_tables_of_the_page_are_printed_from_its_rows() -> None:
+def test_the_tables_of_the_page_are_printed_from_its_rows():
     page = (RESULTS / "heads.md").read_text("utf-8")
     shown = invoked("table", RESULTS / "heads" / "rows.parquet")
     arms = re.findall(r"^\| `([\w.+-]+)`.*?\|(.*)\|$", page, flags=re.MULTILINE)

@@ -5,7 +5,6 @@ fewer steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,12 +86,12 @@ def errors(cell: CellRun) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def task() -> Task:
+def task():
     return task_of(experiment_of("fedavg").to_json())
 
 
 @pytest.fixture
-def shell(task: Task) -> nn.Module:
+def shell(task):
     return build_model(task.experiment, task.data, seed=0)
 
 
@@ -114,9 +113,7 @@ REFUSED = (
 
 
 @pytest.mark.parametrize(("strategy", "changes", "said"), REFUSED)
-def test_what_does_not_go_together_is_refused(
-    strategy: Fields, changes: Fields, said: str
-) -> None:
+def test_what_does_not_go_together_is_refused(strategy, changes, said):
     given = {"strategies": [{"name": "x", **strategy}], **changes}
     given |= {"model": "some/model"} if "lora" in changes else {}
     with pytest.raises(ValueError, match=said):
@@ -162,9 +159,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("problem", "probabilities", "expected"), ANSWERS)
-def test_an_ensemble_averages_logits_or_probabilities(
-    problem: str, probabilities: bool, expected: Any
-) -> None:
+def test_an_ensemble_averages_logits_or_probabilities(problem, probabilities, expected):
     rows = (0.0, math.log(3)), (math.log(9), 0.0)
     assert together(problem, *rows, probabilities=probabilities) == pytest.approx(
         expected
@@ -176,9 +171,7 @@ def test_an_ensemble_averages_logits_or_probabilities(
     assert found[0] > 10 + found[1]
 
 
-def test_the_ensemble_of_a_task_averages_its_models(
-    task: Task, shell: nn.Module
-) -> None:
+def test_the_ensemble_of_a_task_averages_its_models(task, shell):
     models = [
         with_state(shell, build_model(task.experiment, task.data, seed).state_dict())
         for seed in (1, 2)
@@ -193,7 +186,7 @@ def test_the_ensemble_of_a_task_averages_its_models(
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
-def test_the_clients_models_of_a_round_answer_together(tmp_path: Path) -> None:
+def test_the_clients_models_of_a_round_answer_together(tmp_path):
     together = {"name": "together", "kind": "ensemble"}
     second = {**together, "name": "second", "clients": [1]}
     alone = [
@@ -214,7 +207,7 @@ def test_the_clients_models_of_a_round_answer_together(tmp_path: Path) -> None:
     assert len({*starts.values()}) == 1
 
 
-def test_joined_steps_are_those_of_one_client(tmp_path: Path, monkeypatch: Any) -> None:
+def test_joined_steps_are_those_of_one_client(tmp_path, monkeypatch):
     asked = []
 
     def train(
@@ -248,7 +241,7 @@ STRATEGIES = (
 
 
 @pytest.fixture(scope="module")
-def of_lora(tmp_path_factory: Any) -> Callable[..., Experiment]:
+def of_lora(tmp_path_factory):
     """Return experiments of a saved encoder with its tokenizer."""
     folder = tmp_path_factory.mktemp("pretrained")
     small = experiment_of("fedavg")
@@ -263,11 +256,11 @@ def of_lora(tmp_path_factory: Any) -> Callable[..., Experiment]:
 
 
 @pytest.fixture(scope="module")
-def ran(of_lora: Any, tmp_path_factory: Any) -> dict[str, CellRun]:
+def ran(of_lora, tmp_path_factory):
     return run(of_lora(*STRATEGIES), tmp_path_factory.mktemp("run"))
 
 
-def test_errors_of_the_averages_are_recorded(ran: Any) -> None:
+def test_errors_of_the_averages_are_recorded(ran):
     for name in ("folded", "stacked"):
         assert errors(ran[name]) == [0, 0]
     assert max(errors(ran["frozen"])) < 1e-5
@@ -278,14 +271,12 @@ def test_errors_of_the_averages_are_recorded(ran: Any) -> None:
     assert errors(ran["previous"])[0] < errors(ran["fedavg"])[0]
 
 
-def test_factors_are_rotated_as_fedrot_does(ran: Any) -> None:
+def test_factors_are_rotated_as_fedrot_does(ran):
     # Two clients, two modules; without a test against chance.
     assert value(ran["rotated"], "fedrot-groups-moved", "round", 1) == 4
 
 
-def test_clients_of_several_ranks(
-    of_lora: Callable[..., Experiment], tmp_path: Path
-) -> None:
+def test_clients_of_several_ranks(of_lora, tmp_path):
     ranks = {**RANKS, "target_modules": ["query"]}
     found = run(of_lora("exact", rival("padded", method="pad"), lora=ranks), tmp_path)
     exact, padded = (

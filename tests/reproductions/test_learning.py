@@ -87,9 +87,7 @@ def _in_gl(state: State, seed: int, spread: float = 1.0) -> State:
 
 @pytest.mark.parametrize("general", [True, False])
 @pytest.mark.parametrize("name", FEW)
-def test_the_function_is_preserved_and_permutations_stay_permutations(
-    name: str, general: bool
-) -> None:
+def test_the_function_is_preserved_and_permutations_stay_permutations(name, general):
     anchor = state_of(name)
     update = state_of(name, 4)
     found = _learn(
@@ -113,7 +111,7 @@ def test_the_function_is_preserved_and_permutations_stay_permutations(
         assert (off > 1e-2) if general else (off <= 1e-10)
 
 
-def test_the_loss_of_the_average_falls_where_rotations_cannot_help() -> None:
+def test_the_loss_of_the_average_falls_where_rotations_cannot_help():
     """The client is the anchor in coordinates of GL(d_h): Procrustes leaves what
     learning removes.
     """
@@ -136,7 +134,7 @@ def test_the_loss_of_the_average_falls_where_rotations_cannot_help() -> None:
     assert min(linear[-5:]) < min(0.7 * linear[0], *turned[-5:])
 
 
-def test_without_steps_or_parts_the_start_is_returned_and_no_batch_is_read() -> None:
+def test_without_steps_or_parts_the_start_is_returned_and_no_batch_is_read():
     anchor = state_of(NAME)
     update = state_of(NAME, 4)
     options = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
@@ -158,7 +156,7 @@ def test_without_steps_or_parts_the_start_is_returned_and_no_batch_is_read() -> 
         _learn(anchor, update, batches=[])
 
 
-def test_rotations_are_learned_as_fedrot_learns_them() -> None:
+def test_rotations_are_learned_as_fedrot_learns_them():
     symmetry = symmetry_for(NAME)
     anchor = state_of(NAME)
     update = state_of(NAME, 4)
@@ -184,8 +182,8 @@ def test_rotations_are_learned_as_fedrot_learns_them() -> None:
     "action", [HeadRotation(2, 3), HeadLinear(2, 3), Permutation(6)], ids=str
 )
 def test_a_slot_moves_as_by_the_groups_own_action_with_true_gradients(
-    action: Any, axis: int, start: int, contravariant: bool
-) -> None:
+    action, axis, start, contravariant
+):
     slot = Slot(
         "w",
         axis,
@@ -212,7 +210,7 @@ def test_a_slot_moves_as_by_the_groups_own_action_with_true_gradients(
     )
 
 
-def test_a_permutation_acts_hard_and_learns_softly() -> None:
+def test_a_permutation_acts_hard_and_learns_softly():
     group = Group("g", 0, "ffn", Permutation(6), ())
     options = LearningOptions()
     learned = options.learnable(group)

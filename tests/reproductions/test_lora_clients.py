@@ -19,7 +19,7 @@ from tests.simulations.tensors import equal
 
 
 @pytest.mark.parametrize("target", ["wte", "conv1d", "linear", "conv"])
-def test_a_residual_is_as_good_as_the_adapter(target: str) -> None:
+def test_a_residual_is_as_good_as_the_adapter(target):
     """The product goes into the base weights, and factors of product 0 take its
     place.
     """
@@ -42,7 +42,7 @@ def test_a_residual_is_as_good_as_the_adapter(target: str) -> None:
     assert not torch.allclose(outputs(model), before, atol=1e-3)
 
 
-def test_quantised_weights_take_no_residual() -> None:
+def test_quantised_weights_take_no_residual():
     model = layers()
     own = adapter_tensors(model)
     (pair,) = pairs_of(own)
@@ -58,7 +58,7 @@ def test_quantised_weights_take_no_residual() -> None:
     assert equal(adapter_tensors(model), own)
 
 
-def test_half_precision_is_told_that_it_loses_a_residual() -> None:
+def test_half_precision_is_told_that_it_loses_a_residual():
     model = layers().bfloat16()
     own = adapter_tensors(model)
     (pair,) = pairs_of(own)
@@ -68,7 +68,7 @@ def test_half_precision_is_told_that_it_loses_a_residual() -> None:
         load_folded(model, {**own, residual_name(pair): torch.ones(6, 6)})
 
 
-def test_a_client_says_before_it_trains_that_it_cannot_take_a_residual() -> None:
+def test_a_client_says_before_it_trains_that_it_cannot_take_a_residual():
     tied = Layers()
     tied.head = nn.Linear(6, 30, bias=False)
     tied.head.weight = tied.wte.weight
@@ -102,7 +102,7 @@ def training(model: nn.Module) -> set[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize(("said", "trained"), [("A", "A"), ("B", "B"), ("both", "AB")])
-def test_the_configuration_says_what_trains(said: str, trained: str) -> None:
+def test_the_configuration_says_what_trains(said, trained):
     model = adapted(bert(), task_type="SEQ_CLS", target_modules=["query"])
     train_only(model, {TRAIN: said})
     assert training(model) == {(factor, factor in trained) for factor in "AB"}

@@ -28,7 +28,6 @@ from tests.fedrot.lora.test_averaging import (
     product,
     updates,
 )
-from tests.simulations.commands import Fields
 from tests.simulations.tensors import equal
 
 FOLDED = [
@@ -64,9 +63,7 @@ def averaged(
 @pytest.mark.parametrize("options", FOLDED, ids=str)
 @settings(deadline=None, max_examples=8)
 @given(seed=st.integers(0, 10_000))
-def test_factors_and_residual_are_the_mean_product(
-    options: RivalOptions, seed: int
-) -> None:
+def test_factors_and_residual_are_the_mean_product(options, seed):
     """FedEx-LoRA, FLoRA: nothing of the mean product is lost, over two rounds."""
     start = adapter(seed)
     total = {module: product(start, module) for module in MODULES}
@@ -83,7 +80,7 @@ def test_factors_and_residual_are_the_mean_product(
 
 
 @pytest.mark.parametrize("method", ["mean", "exact", "stack"])
-def test_residuals_lose_nothing_of_many_clients(method: str) -> None:
+def test_residuals_lose_nothing_of_many_clients(method):
     """Far more terms than a bounded sum would keep."""
     start = adapter(0)
     sent = [adapter(i) for i in range(1, 20)]
@@ -96,7 +93,7 @@ def test_residuals_lose_nothing_of_many_clients(method: str) -> None:
         assert report.lost[module] == 0
 
 
-def test_a_stack_begins_anew() -> None:
+def test_a_stack_begins_anew():
     options = RivalOptions("stack", residual="fold")
     start = adapter(0)
     sent = [adapter(i) for i in range(3)]
@@ -114,9 +111,7 @@ def test_a_stack_begins_anew() -> None:
     ("schedule", "number", "frozen"),
     [("freeze-a", 2, "A"), ("alternate", 1, "A"), ("alternate", 2, "B")],
 )
-def test_a_frozen_factor_stays_and_the_mean_is_exact(
-    schedule: str, number: int, frozen: str
-) -> None:
+def test_a_frozen_factor_stays_and_the_mean_is_exact(schedule, number, frozen):
     start = adapter(0)
     kept = {factor(module, frozen): start[factor(module, frozen)] for module in MODULES}
     sent = [adapter(i) | kept for i in (1, 2)]
@@ -134,7 +129,7 @@ def test_a_frozen_factor_stays_and_the_mean_is_exact(
 
 
 @pytest.mark.parametrize(("server_round", "kept"), [(1, "A"), (2, "B")])
-def test_rotations_by_one_factor_in_turns(server_round: int, kept: str) -> None:
+def test_rotations_by_one_factor_in_turns(server_round, kept):
     """FedRot-LoRA: odd rounds rotate by A, even rounds by B, softly."""
     start = adapter(0)
     given = adapter(1)
@@ -178,13 +173,13 @@ def test_rotations_by_one_factor_in_turns(server_round: int, kept: str) -> None:
         ({"method": "exact", "by": "alternate"}, "by is an option of method 'rotate'"),
     ],
 )
-def test_options_are_checked(options: Fields, said: str) -> None:
+def test_options_are_checked(options, said):
     with pytest.raises(FedrotError, match=said):
         RivalOptions(**options)
     assert str(RivalOptions("mean", residual="fold")) == "mean, residual 'fold'"
 
 
-def test_smaller_factors_are_padded_with_zeros() -> None:
+def test_smaller_factors_are_padded_with_zeros():
     """HetLoRA: the mean of padded factors, and clients that keep the first
     directions.
     """
@@ -210,7 +205,7 @@ def test_smaller_factors_are_padded_with_zeros() -> None:
         average_adapters(updates(sent), SETTINGS, RivalOptions("pad"))
 
 
-def test_rotation_undoes_rotations() -> None:
+def test_rotation_undoes_rotations():
     """Clients with one adapter in rotated coordinates average to it; the mean of
     factors does not.
     """
@@ -235,7 +230,7 @@ def test_rotation_undoes_rotations() -> None:
     assert still.error == pytest.approx(plain.error)
 
 
-def test_a_low_rank_mean_of_many_is_exact_within_the_limit() -> None:
+def test_a_low_rank_mean_of_many_is_exact_within_the_limit():
     start = adapter(0)
     clients = [
         {n: (i + 1) * t if "_B" in n else t for n, t in start.items()}

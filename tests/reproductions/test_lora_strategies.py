@@ -84,7 +84,7 @@ def played(
     ("schedule", "said"),
     [("freeze-a", "BBB"), ("alternate", "BAB"), ("both", ["both"] * 3)],
 )
-def test_clients_are_told_what_they_train(schedule: str, said: Any) -> None:
+def test_clients_are_told_what_they_train(schedule, said):
     seen = []
     options = RivalOptions("mean", schedule=schedule)
     strategy = FedAvgRivalLoRA(CONFIG, options, **EVERY)
@@ -95,7 +95,7 @@ def test_clients_are_told_what_they_train(schedule: str, said: Any) -> None:
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_residuals_travel_to_the_clients_who_may_send_them_back(back: bool) -> None:
+def test_residuals_travel_to_the_clients_who_may_send_them_back(back):
     start = START
     found = played(FedAvgRivalLoRA(CONFIG, FOLD, **EVERY), start, [], back)
     tensors = found.arrays.to_torch_state_dict()
@@ -116,7 +116,7 @@ def test_residuals_travel_to_the_clients_who_may_send_them_back(back: bool) -> N
         assert torch.allclose(tensors[f"{module}.residual"], rest[module], atol=1e-4)
 
 
-def test_a_run_goes_on_from_the_result_of_another() -> None:
+def test_a_run_goes_on_from_the_result_of_another():
     """A residual stays where the next run adds none."""
     folded = started(FedAvgRivalLoRA(CONFIG, FOLD, **EVERY)).arrays
     residuals = {
@@ -131,7 +131,7 @@ def test_a_run_goes_on_from_the_result_of_another() -> None:
         assert equal(found, residuals)
 
 
-def test_small_frozen_factors_survive_half_precision_on_the_wire() -> None:
+def test_small_frozen_factors_survive_half_precision_on_the_wire():
     strategy = FedAvgRivalLoRA(
         CONFIG,
         RivalOptions("mean", schedule="alternate"),
@@ -143,7 +143,7 @@ def test_small_frozen_factors_survive_half_precision_on_the_wire() -> None:
     assert set(result.train_metrics_clientapp) == {1, 2, 3}
 
 
-def test_a_round_is_the_average_of_the_replies() -> None:
+def test_a_round_is_the_average_of_the_replies():
     options = RivalOptions("rotate")
     found = started(FedAvgRivalLoRA(CONFIG, options, **EVERY))
     given = [AdapterUpdate(stepped(START, i), 10 + i, SETTINGS) for i in range(3)]
@@ -151,7 +151,7 @@ def test_a_round_is_the_average_of_the_replies() -> None:
     assert close(found.arrays.to_torch_state_dict(), expected, atol=1e-5)
 
 
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Any) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     options = RivalOptions("stack", residual="fold")
 
     def strategy(**more: Any) -> FedAvgRivalLoRA:
@@ -165,7 +165,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Any) -> None:
     assert equal(resumed, whole)
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_what_does_not_go_together_is_refused():
     with pytest.raises(FedrotError, match=r"FedAdam"):
         RivalAdam(CONFIG, FOLD)
     with pytest.raises(FedrotError, match=r"options is 'exact'; pass fedrot\.lora"):
@@ -182,7 +182,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         strategy.start(grid, ArrayRecord(table), 1)
 
 
-def test_messages_that_do_not_say_what_to_train_are_refused() -> None:
+def test_messages_that_do_not_say_what_to_train_are_refused():
     strategy = own_messages(FedAvgRivalLoRA)(CONFIG, RivalOptions(schedule="alternate"))
     with pytest.raises(FedrotError, match=r"super\(\)\.configure_train"):
         started(strategy)

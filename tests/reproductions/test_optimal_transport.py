@@ -39,7 +39,7 @@ def _turned(state: State, seed: int, name: str = NAME) -> State:
 
 
 @pytest.mark.parametrize("name", [NAME, "distilbert-mlm"])
-def test_the_hard_limit_finds_the_permutation(name: str) -> None:
+def test_the_hard_limit_finds_the_permutation(name):
     update = _near(name, 1)
     moved = _turned(update, 3, name)
     transport = OptimalTransport(symmetry_for(name), 0.0, anchor=state_of(name))
@@ -75,7 +75,7 @@ def _oracle(name: str, anchor: State, update: State, regularisation: float) -> S
 
 
 @pytest.mark.parametrize("regularisation", [0.3, 1.0])
-def test_soft_plans_are_those_of_sinkhorn(regularisation: float) -> None:
+def test_soft_plans_are_those_of_sinkhorn(regularisation):
     anchor = state_of(NAME)
     update = state_of(NAME, 1)
     expected = _oracle(NAME, anchor, update, regularisation)
@@ -87,7 +87,7 @@ def test_soft_plans_are_those_of_sinkhorn(regularisation: float) -> None:
     assert (logits(NAME, found) - logits(NAME, update)).abs().max() > 1e-3
 
 
-def test_the_first_update_is_the_anchor_and_the_result_their_mean() -> None:
+def test_the_first_update_is_the_anchor_and_the_result_their_mean():
     fused = OptimalTransport(symmetry_for(NAME), 0.0)
     mean = Mean()
     first = _near(NAME, 1)
@@ -102,7 +102,7 @@ def test_the_first_update_is_the_anchor_and_the_result_their_mean() -> None:
     assert equal(first, kept)
 
 
-def test_bad_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_refused(monkeypatch):
     symmetry = symmetry_for(NAME)
     with pytest.raises(fedrot.FedrotError, match="'attention' cannot be mixed"):
         OptimalTransport(symmetry, parts=("attention",))

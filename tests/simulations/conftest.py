@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture(scope="module")
-def two_nodes() -> Iterator[str]:
+def two_nodes():
     """Start two Ray nodes of one core each; return their address."""
     from ray._private.utils import get_ray_address_file
     from ray.cluster_utils import Cluster

@@ -85,7 +85,7 @@ TWO = Machine(2)
 
 
 @pytest.fixture(params=["processes", "ray"])
-def machine(request: Any) -> Machine:
+def machine(request):
     return (
         TWO
         if request.param == "processes"
@@ -93,7 +93,7 @@ def machine(request: Any) -> Machine:
     )
 
 
-def test_jobs_of_this_process_say_what_they_do_and_how_they_end() -> None:
+def test_jobs_of_this_process_say_what_they_do_and_how_they_end():
     sound(heard([Job(str(number), halves, (number,)) for number in (2, 5, 6)], ONE))
 
 
@@ -104,9 +104,7 @@ def sound(found: Fields) -> None:
     assert end.failure.endswith("ValueError: no third half\n")
 
 
-def test_a_job_whose_process_dies_ends_alone_and_is_not_tried_again(
-    machine: Machine, tmp_path: Path
-) -> None:
+def test_a_job_whose_process_dies_ends_alone_and_is_not_tried_again(machine, tmp_path):
     file = tmp_path / "deaths"
     jobs = [
         Job("dead", die, (str(file),)),
@@ -121,8 +119,8 @@ def test_a_job_whose_process_dies_ends_alone_and_is_not_tried_again(
 
 
 def test_two_places_share_the_jobs_and_the_caller_hears_and_looks_while_they_run(
-    machine: Machine, monkeypatch: Any
-) -> None:
+    machine, monkeypatch
+):
     monkeypatch.setenv(PLUGINS, "json")
     said, when, ticks = dict[str, list[Any]](), list[float](), list[None]()
 
@@ -141,8 +139,8 @@ def test_two_places_share_the_jobs_and_the_caller_hears_and_looks_while_they_run
 
 
 def test_no_more_jobs_run_than_there_are_workers_and_they_begin_in_order(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     found = heard([Job(name, running, (str(tmp_path), name)) for name in "abcd"], TWO)
     times = {name: said[0] for name, said in found.items()}
     beside = [
@@ -153,7 +151,7 @@ def test_no_more_jobs_run_than_there_are_workers_and_they_begin_in_order(
     assert min(times["c"][0], times["d"][0]) >= min(times["a"][1], times["b"][1])
 
 
-def test_nothing_is_left_running_when_the_caller_stops() -> None:
+def test_nothing_is_left_running_when_the_caller_stops():
     def stop(job: Job, said: Any) -> None:
         raise KeyboardInterrupt
 
@@ -164,8 +162,8 @@ def test_nothing_is_left_running_when_the_caller_stops() -> None:
 
 
 def test_ctrl_c_waits_until_a_process_has_started(
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     """The signal of a terminal goes to any thread, and Python raises it in the main
     one.
     """
@@ -194,21 +192,21 @@ def test_ctrl_c_waits_until_a_process_has_started(
     assert stop not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_ctrl_c_is_no_failure_of_a_job() -> None:
+def test_ctrl_c_is_no_failure_of_a_job():
     with pytest.raises(KeyboardInterrupt):
         heard([Job("a", interrupted, ())], ONE)
 
 
 def test_without_a_number_of_workers_there_is_one_per_core(
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(engine.os, "cpu_count", lambda: 3)
     assert [Machine(workers).places(9) for workers in (None, 2, 20)] == [3, 2, 9]
     monkeypatch.setattr(engine.os, "cpu_count", lambda: None)
     assert Machine().places(9) == 1
 
 
-def test_plug_ins_are_imported_once(monkeypatch: Any, tmp_path: Path) -> None:
+def test_plug_ins_are_imported_once(monkeypatch, tmp_path):
     (tmp_path / "counting_plugin.py").write_text(
         "import fedrot\nfedrot.loads.append(1)\n"
     )
@@ -223,14 +221,14 @@ def test_plug_ins_are_imported_once(monkeypatch: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:1", "no such address"])
-def test_a_cluster_that_is_not_there_is_named(address: str) -> None:
+def test_a_cluster_that_is_not_there_is_named(address):
     with pytest.raises(fedrot.FedrotError, match="Ray cluster"):
         heard([Job("a", halves, (2,))], Machine(ray=address))
 
 
 def test_nothing_reports_home_unless_the_user_says_so(
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     wanted = {
         "RAY_worker_niceness": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

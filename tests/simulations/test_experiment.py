@@ -23,7 +23,6 @@ from fedrot.simulations.experiment import (
 from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.simulations.tasks.registry import TASKS
 from fedrot.strategies import FedRot
-from tests.simulations.commands import Fields
 
 LORA = {"r": 8, "target_modules": ["query"]}
 OF_LORA = {"model": "minilm", "lora": LORA}
@@ -39,7 +38,7 @@ def names(experiment: Experiment) -> list[str]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_task_has_an_experiment_of_its_own(task: str) -> None:
+def test_every_task_has_an_experiment_of_its_own(task):
     traits = TASKS[task]
     experiment = of(task=task, data=traits.usual_data or "conll")
     assert experiment.architecture == traits.architectures[0]
@@ -61,7 +60,7 @@ def test_every_task_has_an_experiment_of_its_own(task: str) -> None:
         ({"model": "smollm2", "task": "clm", "lora": LORA}, "fedavg exact"),
     ],
 )
-def test_strategies_that_answer_the_question(fields: Fields, strategies: str) -> None:
+def test_strategies_that_answer_the_question(fields, strategies):
     assert " ".join(names(of(**fields))) == strategies
 
 
@@ -85,19 +84,17 @@ def test_strategies_that_answer_the_question(fields: Fields, strategies: str) ->
         (OF_RANKS, "ranks", (2, 4)),
     ],
 )
-def test_what_is_not_said_is_completed(
-    fields: Fields, attribute: str, value: object
-) -> None:
+def test_what_is_not_said_is_completed(fields, attribute, value):
     assert getattr(of(**fields), attribute) == value
 
 
-def test_the_first_round_may_have_epochs_of_its_own() -> None:
+def test_the_first_round_may_have_epochs_of_its_own():
     experiment = of(first_epochs=4, local_epochs=2)
     assert (experiment.epochs(1), experiment.epochs(2)) == (4, 2)
     assert of(local_epochs=2).epochs(1) == 2
 
 
-def test_flat_settings_of_flower_become_the_same_experiment() -> None:
+def test_flat_settings_of_flower_become_the_same_experiment():
     flat = {
         "train-limit": 0,
         "label-column": "",
@@ -118,7 +115,7 @@ def test_flat_settings_of_flower_become_the_same_experiment() -> None:
     assert of(**app) == of()
 
 
-def test_an_experiment_survives_json() -> None:
+def test_an_experiment_survives_json():
     table = {
         "name": "mine",
         "alignment": {"parts": ["ffn"]},
@@ -130,7 +127,7 @@ def test_an_experiment_survives_json() -> None:
     assert Experiment.model_validate_json(experiment.to_json()) == experiment
 
 
-def test_trainings_are_shared_where_nothing_that_decides_them_differs() -> None:
+def test_trainings_are_shared_where_nothing_that_decides_them_differs():
     first = of(strategies="fedavg", seeds=1, name="a")
     alike = [
         of(strategies="aligned", seeds=3),
@@ -208,7 +205,7 @@ TABLE = {"name": "mine"}
         ({**OF_RANKS, "strategies": "fedavg"}, "no mean"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(fields: Fields, said: str) -> None:
+def test_settings_that_cannot_be_are_refused(fields, said):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         of(**fields)
     assert said in str(caught.value)
@@ -216,15 +213,15 @@ def test_settings_that_cannot_be_are_refused(fields: Fields, said: str) -> None:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_every_named_strategy_goes_with_some_experiment_and_says_what_it_does(
-    name: str,
-) -> None:
+    name,
+):
     (strategy,) = of(
         **OF_LORA if "adapters" in NAMED[name] else {}, strategies=name
     ).strategies
     assert (strategy.name, NAMED[name]["says"][-1]) == (name, ".")
 
 
-def test_every_aggregation_has_a_strategy() -> None:
+def test_every_aggregation_has_a_strategy():
     for entry in aggregations({"symmetry"}):
         (strategy,) = of(strategies=[{**TABLE, "aggregation": entry.name}]).strategies
         assert strategy.entry == entry
@@ -273,12 +270,12 @@ def test_every_aggregation_has_a_strategy() -> None:
         ),
     ],
 )
-def test_the_line_to_copy(fields: Fields, strategy: Any, code: str) -> None:
+def test_the_line_to_copy(fields, strategy, code):
     experiment = of(**fields, strategies=[strategy])
     assert experiment.strategies[0].code(experiment) == code
 
 
-def test_fields_of_a_strategy_are_arguments_of_fedrot_by_their_names() -> None:
+def test_fields_of_a_strategy_are_arguments_of_fedrot_by_their_names():
     ours = {"alignment", "other_basis", "aggregation", "fit_head", "guard", "server"}
     assert (
         ours
@@ -293,8 +290,8 @@ def file_of(folder: Path, text: str) -> Path:
 
 
 def test_experiments_of_a_file_share_its_base_and_its_strategies(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     text = (
         "[base]\nclients = 3\nlr = 0.1\n[[strategy]]\nname = 'mine'\nguard = 'loss'\n"
     )
@@ -311,7 +308,7 @@ def test_experiments_of_a_file_share_its_base_and_its_strategies(
 
 
 @pytest.mark.parametrize("name", ["demo", "different-one-shot", "different-rounds"])
-def test_every_bundled_file_has_experiments(name: str) -> None:
+def test_every_bundled_file_has_experiments(name):
     assert read_experiments(Path(name), {})
 
 
@@ -330,15 +327,13 @@ def test_every_bundled_file_has_experiments(name: str) -> None:
         ("strategy = [1]\n[[experiment]]\n", "needs a table [[experiment]]"),
     ],
 )
-def test_files_that_are_none_are_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_files_that_are_none_are_refused(tmp_path, text, said):
     file = file_of(tmp_path, text)
     with pytest.raises(ValueError, match=re.escape(said)):
         read_experiments(file, {})
 
 
-def test_an_unknown_name_lists_the_bundled_files_and_a_file_wins(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_an_unknown_name_lists_the_bundled_files_and_a_file_wins(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FedrotError, match="demo"):
         read_experiments(Path("dema"), {})

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import struct
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -57,7 +55,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("name", "content", "said"), FILES, ids=range(len(FILES)))
-def test_a_file_is_refused(name: str, content: Any, said: str, tmp_path: Path) -> None:
+def test_a_file_is_refused(name, content, said, tmp_path):
     file = tmp_path / "b" / name
     out = tmp_path / "out"
     a, b = (
@@ -87,7 +85,7 @@ def test_a_file_is_refused(name: str, content: Any, said: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("file", ["config.json", "cells/a.json"])
-def test_a_damaged_run_is_named(file: str, tmp_path: Path) -> None:
+def test_a_damaged_run_is_named(file, tmp_path):
     run = write_folder(tmp_path / "run", {"one": {"fedavg": 0.0, "aligned": 0.1}})
     path = next((run / "cells").iterdir()) if file.startswith("cells") else run / file
     path.write_text(DEEP)

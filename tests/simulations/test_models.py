@@ -66,7 +66,7 @@ EXPECTED = {
     "architecture",
     {name: 0 for traits in TASKS.values() for name in traits.architectures},
 )
-def test_a_small_model_has_the_sizes_that_were_asked_for(architecture: str) -> None:
+def test_a_small_model_has_the_sizes_that_were_asked_for(architecture):
     case = "image" if architecture == "vit" else architecture
     sizes = {"layers": 3, "width": 48, "heads": 6, "max_length": 24, "dropout": 0.25}
     settings = settings_of(
@@ -87,7 +87,7 @@ def test_a_small_model_has_the_sizes_that_were_asked_for(architecture: str) -> N
     assert not equal(first, other)
 
 
-def test_rows_are_padded_with_the_padding_or_the_end_of_texts() -> None:
+def test_rows_are_padded_with_the_padding_or_the_end_of_texts():
     for pad, end, expected in (
         (0, 5, 0),
         (None, 5, 5),
@@ -98,7 +98,7 @@ def test_rows_are_padded_with_the_padding_or_the_end_of_texts() -> None:
         assert pad_id_of(settings) == expected
 
 
-def test_patches_divide_an_image_into_about_as_many_as_they_have_pixels() -> None:
+def test_patches_divide_an_image_into_about_as_many_as_they_have_pixels():
     sides = {1: 1, 7: 1, 9: 3, 12: 3, 28: 4, 32: 4, 64: 8}
     for side, patch in sides.items():
         settings = settings_of(
@@ -125,9 +125,7 @@ SAVED = {
     ("name", "dtype"),
     [*((name, torch.bfloat16) for name in SAVED), ("bert", torch.float64)],
 )
-def test_training_does_not_depend_on_the_precision_of_a_file(
-    name: str, dtype: Any, tmp_path: Path
-) -> None:
+def test_training_does_not_depend_on_the_precision_of_a_file(name, dtype, tmp_path):
     """In float32 it has the values of the file, and goes to the server and back."""
     config, auto, case, changes = SAVED[name]
     folder = save(tmp_path, config, auto, dtype)
@@ -159,7 +157,7 @@ def test_training_does_not_depend_on_the_precision_of_a_file(
 
 
 @pytest.fixture(scope="module")
-def pretrained(tmp_path_factory: Any) -> Path:
+def pretrained(tmp_path_factory):
     return save(tmp_path_factory.mktemp("pretrained"), BERT, "AutoModelForMaskedLM")
 
 
@@ -175,9 +173,7 @@ def built(
 
 
 @pytest.mark.parametrize("prefix", ["", "backbone."])
-def test_a_body_that_would_be_random_is_refused(
-    prefix: str, pretrained: Path, tmp_path: Path
-) -> None:
+def test_a_body_that_would_be_random_is_refused(prefix, pretrained, tmp_path):
     tensors = load_file(pretrained / "model.safetensors")
     del tensors["bert.encoder.layer.0.attention.self.query.weight"]
     tensors = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
@@ -190,7 +186,7 @@ def test_a_body_that_would_be_random_is_refused(
         built(tmp_path)
 
 
-def test_quantised_weights_are_refused(pretrained: Path, monkeypatch: Any) -> None:
+def test_quantised_weights_are_refused(pretrained, monkeypatch):
     real = transformers.AutoModelForSequenceClassification.from_pretrained
 
     def quantised(*name: str, **options: Any) -> Any:
@@ -208,7 +204,7 @@ def test_quantised_weights_are_refused(pretrained: Path, monkeypatch: Any) -> No
         built(pretrained)
 
 
-def test_a_new_task_head_is_said(pretrained: Path, monkeypatch: Any) -> None:
+def test_a_new_task_head_is_said(pretrained, monkeypatch):
     said = list[str]()
     monkeypatch.setattr(logging.getLogger("flwr"), "info", said.append)
     for case in ("bert", "mlm bert"):
@@ -218,7 +214,7 @@ def test_a_new_task_head_is_said(pretrained: Path, monkeypatch: Any) -> None:
     assert "classifier.bias, classifier.weight" in message
 
 
-def test_an_adapter_is_as_it_was_asked_for_on_one_base(pretrained: Path) -> None:
+def test_an_adapter_is_as_it_was_asked_for_on_one_base(pretrained):
     """The task head, which the pretrained model lacks, is drawn alike for all seeds."""
     switches = {"use_rslora": True, "use_dora": True, "lora_dropout": 0.25}
     lora = {
@@ -250,9 +246,7 @@ def test_an_adapter_is_as_it_was_asked_for_on_one_base(pretrained: Path) -> None
     assert models.tensors_of(model).keys() == adapter_tensors(model).keys()
 
 
-def test_an_adapter_that_cannot_be_is_refused(
-    pretrained: Path, monkeypatch: Any
-) -> None:
+def test_an_adapter_that_cannot_be_is_refused(pretrained, monkeypatch):
     refused = {
         "target_modules": "cannot adapt this BertFor",
         "targets": "unexpected keyword",
@@ -265,9 +259,7 @@ def test_an_adapter_that_cannot_be_is_refused(
         built(pretrained, lora={"r": 2})
 
 
-def test_a_packaged_model_is_the_folder_in_its_package(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_packaged_model_is_the_folder_in_its_package(tmp_path, monkeypatch):
     files = {file.name for file in Path(source_of("minilm")).iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
     assert source_of("google/bert") == "google/bert"
@@ -295,8 +287,6 @@ def test_a_packaged_model_is_the_folder_in_its_package(
         ),
     ],
 )
-def test_errors_of_loading_are_one_sentence(
-    model: str, error: Exception, said: str
-) -> None:
+def test_errors_of_loading_are_one_sentence(model, error, said):
     with pytest.raises(FedrotError, match=said), loading(model):
         raise error

@@ -79,9 +79,7 @@ def features_of(model: Any, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_a_pooled_model_has_the_symmetry_of_its_family(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_pooled_model_has_the_symmetry_of_its_family(kind, tmp_path):
     """Moved by random elements its outputs stay, and a head fitted from clients' sums
     goes into it.
     """
@@ -118,7 +116,7 @@ def test_a_pooled_model_has_the_symmetry_of_its_family(
 
 
 @pytest.mark.parametrize("version", ["as packaged", "saved again"])
-def test_features_are_sentence_transformers_own(version: str, tmp_path: Path) -> None:
+def test_features_are_sentence_transformers_own(version, tmp_path):
     """Theirs are normalised. Version 6 writes another configuration than that of the
     package.
     """
@@ -143,7 +141,7 @@ def test_features_are_sentence_transformers_own(version: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "pooling", [MEAN, CLS, {"pooling_mode": "cls"}, {"pooling_mode": ["mean"]}, {}]
 )
-def test_the_pooling_is_that_of_the_folder(pooling: Any, tmp_path: Path) -> None:
+def test_the_pooling_is_that_of_the_folder(pooling, tmp_path):
     task = task_with(pooled(tmp_path, pooling))
     model = built(task)
     batch = task.test.batch(np.arange(9))
@@ -171,7 +169,7 @@ def test_the_pooling_is_that_of_the_folder(pooling: Any, tmp_path: Path) -> None
     torch.testing.assert_close(out.loss, functional.cross_entropy(out.logits, labels))
 
 
-def test_other_tasks_and_saved_classifiers_are_as_ever(tmp_path: Path) -> None:
+def test_other_tasks_and_saved_classifiers_are_as_ever(tmp_path):
     task = task_of(experiment_of("mlm bert", model="minilm", architecture="").to_json())
     assert type(built(task)).__name__ == "BertForMaskedLM"
     config = transformers.BertConfig(**SIZES, num_labels=7)
@@ -214,7 +212,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_poolings_are_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_other_poolings_are_refused_by_name(name, tmp_path):
     pooling, options, said = REFUSED[name]
     folder = pooled(tmp_path, pooling, **options)
     if "text" in options:

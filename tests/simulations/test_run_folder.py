@@ -62,7 +62,7 @@ def filled(path: Path, *experiments: Experiment, command: str = "first") -> RunF
     return folder
 
 
-def test_a_folder_tells_the_whole_run(tmp_path: Path) -> None:
+def test_a_folder_tells_the_whole_run(tmp_path):
     filled(tmp_path, of())
     run = read_run(tmp_path)
     assert run.commands == ["first"]
@@ -75,7 +75,7 @@ def test_a_folder_tells_the_whole_run(tmp_path: Path) -> None:
     assert pandas.read_csv(tmp_path / "rows.csv").to_dict("records") == run.rows
 
 
-def test_a_run_that_grows_forgets_nothing(tmp_path: Path) -> None:
+def test_a_run_that_grows_forgets_nothing(tmp_path):
     filled(tmp_path, of())
     other = of(name="b", rounds=7)
     folder = RunFolder(
@@ -92,14 +92,14 @@ def test_a_run_that_grows_forgets_nothing(tmp_path: Path) -> None:
     assert all(map(folder.has, cells_of([of()])))
 
 
-def test_values_that_are_not_finite_are_nan_when_they_are_read(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_nan_when_they_are_read(tmp_path):
     folder = RunFolder(tmp_path, described(of()), "first")
     for cell, value in zip(cells_of([of()]), (math.nan, math.inf), strict=True):
         folder.add(cell, [row(cell, value)], [])
     assert all(math.isnan(r["value"]) for r in read_run(tmp_path).rows)
 
 
-def test_files_of_cells_are_of_their_own_and_short() -> None:
+def test_files_of_cells_are_of_their_own_and_short():
     names = ["a/b", "a b", "a-b", "x" * 300, "x" * 301, "ü", "é"]
     found = {cell.name for name in names for cell in cells_of([of(name=name)])}
     assert len(found) == 2 * len(names)
@@ -129,9 +129,7 @@ def test_files_of_cells_are_of_their_own_and_short() -> None:
         ),
     ],
 )
-def test_damaged_files_are_named(
-    tmp_path: Path, name: str, text: str, said: str
-) -> None:
+def test_damaged_files_are_named(tmp_path, name, text, said):
     filled(tmp_path, of())
     file = next((tmp_path / "cells").iterdir()) if name == "cell" else tmp_path / name
     file.write_text(text)
@@ -150,9 +148,7 @@ def test_damaged_files_are_named(
         ),
     ],
 )
-def test_results_of_other_settings_are_not_mixed(
-    tmp_path: Path, fields: Fields, said: str
-) -> None:
+def test_results_of_other_settings_are_not_mixed(tmp_path, fields, said):
     filled(tmp_path, of())
     before = (tmp_path / "config.json").read_text()
     with pytest.raises(FedrotError, match=said):
@@ -163,7 +159,7 @@ def test_results_of_other_settings_are_not_mixed(
     RunFolder(tmp_path, described(of(data_dir="elsewhere")), "third")
 
 
-def test_a_folder_of_something_else_stays(tmp_path: Path) -> None:
+def test_a_folder_of_something_else_stays(tmp_path):
     for text in (
         '{"model_type": "bert"}',
         '{"commands": [], "versions": {}, "experiments": []}',
@@ -185,22 +181,20 @@ def test_a_folder_of_something_else_stays(tmp_path: Path) -> None:
         ("\xff", 0),
     ],
 )
-def test_rows_end_where_a_line_is_unfinished(
-    tmp_path: Path, text: str, count: int
-) -> None:
+def test_rows_end_where_a_line_is_unfinished(tmp_path, text, count):
     file = tmp_path / "rows.jsonl"
     file.write_text(text, "latin-1")
     assert len(read_rows(file)) == count
 
 
 @pytest.mark.parametrize("data", [b'{"round": "one"}\n', b"3\n", b'{"layer": 0.5}\n'])
-def test_rows_that_no_strategy_wrote_are_named(tmp_path: Path, data: bytes) -> None:
+def test_rows_that_no_strategy_wrote_are_named(tmp_path, data):
     (file := tmp_path / "rows.jsonl").write_bytes(data)
     with pytest.raises(FedrotError, match=r"rows\.jsonl"):
         read_rows(file)
 
 
-def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
     code = (
         "import sys; from pathlib import Path; from fedrot.simulations.run_folder "
         "import only_writer\nwith only_writer(Path(sys.argv[1])): print('mine', "
@@ -220,7 +214,7 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
         pass
 
 
-def test_a_link_out_of_a_folder_is_refused(tmp_path: Path) -> None:
+def test_a_link_out_of_a_folder_is_refused(tmp_path):
     inside = tmp_path / "in"
     outside = tmp_path / "out"
     outside.mkdir()

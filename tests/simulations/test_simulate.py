@@ -35,7 +35,7 @@ from fedrot.simulations.report import pages
 from fedrot.simulations.run_folder import Cell, RunFolder, cells_of, read_run
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import task_of
-from tests.simulations.commands import SMALL, Fields, Rows, run, settings
+from tests.simulations.commands import SMALL, Rows, run, settings
 from tests.simulations.commands import values as read_values
 from tests.simulations.report.runs import row
 from tests.simulations.tasks.cases import SIZES, save
@@ -72,19 +72,19 @@ def _bare_page(path: Path, *_: Any, **__: Any) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _without_pictures(monkeypatch: Any) -> None:
+def _without_pictures(monkeypatch):
     monkeypatch.setattr(pages, "write_page", _bare_page)
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     path = tmp_path / "two.toml"
     path.write_text(FILE)
     return path
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: Any) -> Path:
+def whole(tmp_path_factory):
     """The folder of a run, one cell after the other, that nothing has disturbed."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "two.toml").write_text(FILE)
@@ -122,7 +122,7 @@ def complete(folder: Path, whole: Path) -> None:
     assert not [*folder.glob("cells/*.txt")]
 
 
-def test_a_run_says_what_it_does_and_keeps_all_of_it(whole: Path) -> None:
+def test_a_run_says_what_it_does_and_keeps_all_of_it(whole):
     printed = (whole / "printed.txt").read_text()
     kept = read_run(whole)
     complete(whole, whole)
@@ -184,9 +184,7 @@ def started(
 @pytest.mark.parametrize(
     ("how", "workers"), [(signal.SIGTERM, 1), (signal.SIGINT, 2), (signal.SIGKILL, 2)]
 )
-def test_a_stopped_run_goes_on(
-    file: Path, tmp_path: Path, whole: Path, how: Any, workers: int
-) -> None:
+def test_a_stopped_run_goes_on(file, tmp_path, whole, how, workers):
     """Whatever stops it, finished parts stay and no process does; a killed worker loses
     its part.
     """
@@ -252,8 +250,8 @@ def costs(*experiments: Experiment) -> tuple[list[Cell], dict[str, float]]:
 
 
 def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+    tmp_path, monkeypatch
+):
     tried = []
     run, shown = shown_run(tmp_path, of(strategies="fedavg,aligned,head_only"))
 
@@ -290,8 +288,8 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
 
 
 def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     listed = [
         of(strategies="fedavg,aligned", seeds=2),
         of(name="b", rounds=9, strategies="fedavg"),
@@ -312,7 +310,7 @@ def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(
     ]
 
 
-def test_progress_is_told_inside_a_part(tmp_path: Path, monkeypatch: Any) -> None:
+def test_progress_is_told_inside_a_part(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "_BEAT", 0.0)
     experiment = of(strategies="fedavg", rounds=2)
     (cell,), found = costs(experiment)
@@ -330,9 +328,7 @@ def test_progress_is_told_inside_a_part(tmp_path: Path, monkeypatch: Any) -> Non
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_without_a_terminal_a_line_breaks_a_silence(
-    terminal: bool, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_without_a_terminal_a_line_breaks_a_silence(terminal, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "SILENCE", 0.0)
     run, shown = shown_run(tmp_path, of(strategies="fedavg"), force_terminal=terminal)
     run._start -= 60
@@ -344,7 +340,7 @@ def test_without_a_terminal_a_line_breaks_a_silence(
     )
 
 
-def test_costs_are_of_trainings_that_are_not_shared() -> None:
+def test_costs_are_of_trainings_that_are_not_shared():
     """By hand, in rows of training: 450 of 500 are trained on, and 20 are for tests."""
     tables = [{"name": "slow", "alignment": False, "learning_rate": 1e-4}]
     tables += [{"name": "half", "alignment": False, "fraction_train": 0.5}]
@@ -368,8 +364,8 @@ def test_costs_are_of_trainings_that_are_not_shared() -> None:
 
 
 def test_a_row_is_timed_in_the_second_step_and_memory_is_that_of_all_models(
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     ticks = iter([0.0, 10.0, 13.0])
     experiment = of()
     monkeypatch.setattr(checks, "process_time", lambda: next(ticks))
@@ -380,7 +376,7 @@ def test_a_row_is_timed_in_the_second_step_and_memory_is_that_of_all_models(
     assert measured == (3 / 32, (2 + 3) * size, 20)
 
 
-def test_an_estimate_counts_jobs_and_places() -> None:
+def test_an_estimate_counts_jobs_and_places():
     cells = cells_of([of(strategies="fedavg,aligned", seeds=3)])
     costs = {cell.name: 100.0 for cell in cells}
     known = Checked({}, [], 0, 0.5, 3 * 10**9)
@@ -396,7 +392,7 @@ def test_an_estimate_counts_jobs_and_places() -> None:
     assert ", ".join(words) == "1 s, 50 s, 89 s, 3 min, 89 min, 1 h 40 min"
 
 
-def test_what_is_known_and_said_of_the_data() -> None:
+def test_what_is_known_and_said_of_the_data():
     experiment = of(
         partition="pathological:2", seeds="3,7", strategies="fedavg,aligned"
     )
@@ -442,7 +438,7 @@ def test_what_is_known_and_said_of_the_data() -> None:
         ({"fit_head": True, "clients": [1, 3]}, "needs clients' held-out rows"),
     ],
 )
-def test_a_strategy_that_cannot_run_is_refused(table: Fields, words: str) -> None:
+def test_a_strategy_that_cannot_run_is_refused(table, words):
     experiment = of(
         strategies=[{"name": "mine", **table}],
         clients=4,
@@ -454,7 +450,7 @@ def test_a_strategy_that_cannot_run_is_refused(table: Fields, words: str) -> Non
     assert words in str(caught.value)
 
 
-def test_a_run_that_cannot_begin_leaves_no_results(tmp_path: Path) -> None:
+def test_a_run_that_cannot_begin_leaves_no_results(tmp_path):
     given = settings(
         {**SMALL, "seeds": 1, "strategies": "fedavg", "ray": "127.0.0.1:1"}
     )
@@ -464,9 +460,7 @@ def test_a_run_that_cannot_begin_leaves_no_results(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moving", [{"strategies": "aligned"}, {"start": "scrambled"}])
-def test_only_runs_that_move_weights_need_a_supported_family(
-    moving: Fields, tmp_path: Path
-) -> None:
+def test_only_runs_that_move_weights_need_a_supported_family(moving, tmp_path):
     config = transformers.BigBirdConfig(**SIZES, attention_type="original_full")
     fields = {**MODEL, "model": str(save(tmp_path, config)), "strategies": "fedavg"}
     assert checked(Experiment.from_flat(fields)).described["model"] == fields["model"]
@@ -487,7 +481,7 @@ MODEL = {
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: Any) -> Path:
+def encoder(tmp_path_factory):
     """A saved encoder in bfloat16."""
     folder = tmp_path_factory.mktemp("encoder")
     return save(folder, transformers.BertConfig(**SIZES), dtype=torch.bfloat16)
@@ -501,8 +495,8 @@ def encoder(tmp_path_factory: Any) -> Path:
     ],
 )
 def test_a_model_of_another_precision_runs_as_the_dry_run_says(
-    values: Fields, strategies: int, encoder: Path, tmp_path: Path
-) -> None:
+    values, strategies, encoder, tmp_path
+):
     given = {**MODEL, "model": encoder, **values}
     line = ("simulate", "--out", tmp_path / "run", *settings(given))
     printed = run(*line, "--dry-run", says="This takes about")

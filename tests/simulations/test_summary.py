@@ -63,7 +63,7 @@ def other(name: str, gain: float, fall: float, size: float = 1e6) -> Rows:
         max_size=9,
     )
 )
-def test_intervals_are_those_of_scipy(values: Any) -> None:
+def test_intervals_are_those_of_scipy(values):
     found = paired_difference(values)
     if math.isnan(found.smallest):
         assert found.verdict in ("same", "no interval")
@@ -92,16 +92,14 @@ def test_intervals_are_those_of_scipy(values: Any) -> None:
         ([0.1, math.nan], "not finite", math.nan),
     ],
 )
-def test_differences_without_an_interval(
-    differences: Any, verdict: str, mean: float
-) -> None:
+def test_differences_without_an_interval(differences, verdict, mean):
     found = paired_difference(differences)
     assert (found.verdict, found.n) == (verdict, len(differences))
     assert found.mean == pytest.approx(mean, nan_ok=True)
     assert math.isnan(found.smallest) == (verdict != "within noise")
 
 
-def test_seeds_and_metrics_that_one_strategy_lacks_do_not_count() -> None:
+def test_seeds_and_metrics_that_one_strategy_lacks_do_not_count():
     rows = [
         *levels("fedavg", {"accuracy": [0.1, 0.5, 0.6]}),
         row("b", 1, 0.7),
@@ -138,9 +136,7 @@ UP, AROUND, NONE = (0.1, 0.11, 0.12), WIDE, (0.0, 0.0, 0.0)
         (UP, UP, (math.nan, 0.0, 0.0), "diverged"),
     ],
 )
-def test_metrics_are_judged_together(
-    accuracy: Any, f1: Any, loss: Any, expected: str
-) -> None:
+def test_metrics_are_judged_together(accuracy, f1, loss, expected):
     names = ("accuracy", "macro_f1", "loss")
     rows = levels("fedavg", dict.fromkeys(names, BASE))
     values = zip(names, (accuracy, f1, loss), strict=True)
@@ -150,8 +146,8 @@ def test_metrics_are_judged_together(
 
 
 def test_the_lowest_loss_is_recommended_but_no_bound(
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setitem(BOUNDS, "ensemble", "no model for clients")
     rows = [*FEDAVG, *other("aligned", 0.1, 0.2, 2e5), *other("fit_head", 0.05, 0.4)]
     rows += [
@@ -183,7 +179,7 @@ def test_the_lowest_loss_is_recommended_but_no_bound(
         assert words in said
 
 
-def test_without_a_decided_difference_the_reference_stays() -> None:
+def test_without_a_decided_difference_the_reference_stays():
     rows = [*FEDAVG, *of("aligned", raised(0, WIDE), [0.9, 1.2, 1.15])]
     said = told(rows)
     assert said.startswith("Keep fedavg: nothing is better beyond noise with 3 seeds.")
@@ -203,7 +199,7 @@ def test_without_a_decided_difference_the_reference_stays() -> None:
     assert "there is nothing to compare it with" in told(FEDAVG)
 
 
-def test_macro_f1_beside_accuracy_can_decide() -> None:
+def test_macro_f1_beside_accuracy_can_decide():
     rows = [*FEDAVG, *of("fit_head", raised(0, WIDE), [0.95, 1.2, 1.15])]
     rows += levels("fedavg", {"macro_f1": BASE}) + levels(
         "fit_head", {"macro_f1": raised(0.178)}
@@ -231,9 +227,7 @@ def test_macro_f1_beside_accuracy_can_decide() -> None:
         ("perplexity", -0.5, WIDE, "fit_head, -0.497 [-0.573, -0.421]"),
     ],
 )
-def test_the_best_in_a_score_is_in_the_verdict(
-    metric: str, gain: float, spread: Any, best: str
-) -> None:
+def test_the_best_in_a_score_is_in_the_verdict(metric, gain, spread, best):
     """Whichever strategy it is, also if its loss is worse; undecided ones only without
     clear ones.
     """
@@ -266,9 +260,7 @@ def test_the_best_in_a_score_is_in_the_verdict(
         (["nan", "a"], "fedrot", "a"),
     ],
 )
-def test_without_fedavg_the_first_is_the_reference(
-    names: Any, kind: str, expected: str
-) -> None:
+def test_without_fedavg_the_first_is_the_reference(names, kind, expected):
     rows = []
     for name in names:
         rows += of(name, BASE, [math.nan if name == "nan" else 1.0] * 3)
@@ -276,7 +268,7 @@ def test_without_fedavg_the_first_is_the_reference(
     assert judged(rows, *about).reference.name == expected
 
 
-def test_the_last_round_counts_by_strategy_and_the_last_of_repeated_rows() -> None:
+def test_the_last_round_counts_by_strategy_and_the_last_of_repeated_rows():
     rows = [
         row("fedavg", 0, 0.3),
         row("fedavg", 0, 0.5, round=2),
@@ -289,7 +281,7 @@ def test_the_last_round_counts_by_strategy_and_the_last_of_repeated_rows() -> No
     assert math.isnan(head.mean("accuracy"))
 
 
-def test_the_worst_client_is_the_mean_over_seeds_of_the_lowest() -> None:
+def test_the_worst_client_is_the_mean_over_seeds_of_the_lowest():
     clients = [[0.2, 0.4, 0.9], [0.5, 0.1, 0.9]]
     rows = [
         row("fedavg", seed, value, scope=f"client:{client}", **more)
@@ -312,9 +304,7 @@ def test_the_worst_client_is_the_mean_over_seeds_of_the_lowest() -> None:
     ("accuracy", "macro_f1", "learned"),
     [(0.605, 0.26, False), (0.63, 0.26, True), (0.605, 0.35, True), (0.3, 0.1, False)],
 )
-def test_naming_one_class_is_no_learning(
-    accuracy: float, macro_f1: float, learned: bool
-) -> None:
+def test_naming_one_class_is_no_learning(accuracy, macro_f1, learned):
     """Of three classes, the first has a share of 0.6, and by itself a macro F1 of 0.75
     / 3.
     """
@@ -331,7 +321,7 @@ def test_naming_one_class_is_no_learning(
     assert judged(levels("fedavg", values), **unnamed).learned
 
 
-def test_experiments_come_in_the_order_of_the_configuration() -> None:
+def test_experiments_come_in_the_order_of_the_configuration():
     rows = [row("fedavg", 0, 0.5, experiment=name) for name in ("c", "a")]
     rows.append(row("fedavg", 0, 0.5, experiment="b", scope="client:0"))
     run = run_of(rows)

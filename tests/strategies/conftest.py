@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-def warnings(caplog: Any) -> Callable[[], str]:
+def warnings(caplog):
     """Return what Flower's log warned of so far."""
     logging.getLogger("flwr").propagate = True
     return lambda: " ".join(

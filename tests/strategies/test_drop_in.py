@@ -132,8 +132,8 @@ WITH_ALIGNMENT = (
 
 @pytest.mark.parametrize(("flowers", "ours", "template"), BASES)
 def test_without_alignment_a_template_sends_sees_and_ends_as_over_flowers_strategy(
-    flowers: Any, ours: Any, template: str
-) -> None:
+    flowers, ours, template
+):
     build = TEMPLATES[template]
     theirs, sent, seen = played(build(flowers)())
     result, our_sent, our_seen = played(build(ours)(alignment=None))
@@ -144,7 +144,7 @@ def test_without_alignment_a_template_sends_sees_and_ends_as_over_flowers_strate
 
 
 @pytest.mark.parametrize("template", WITH_ALIGNMENT)
-def test_with_alignment_every_round_has_its_clients(template: str) -> None:
+def test_with_alignment_every_round_has_its_clients(template):
     """Where none is left out, the model is that of Flower's own methods."""
     build = TEMPLATES[template]
     settings = {"server": DETERMINISTIC}
@@ -175,7 +175,7 @@ READ_TWICE = {
 
 
 @pytest.mark.parametrize("name", READ_TWICE)
-def test_a_subclass_reads_the_same_replies_before_and_afterwards(name: str) -> None:
+def test_a_subclass_reads_the_same_replies_before_and_afterwards(name):
     result, _, seen = played(
         READ_TWICE[name](looking), grid=Sent(clients(scramble=True))
     )
@@ -187,8 +187,8 @@ def test_a_subclass_reads_the_same_replies_before_and_afterwards(name: str) -> N
 
 
 def test_a_subclass_may_pass_on_a_generator_and_is_named_where_a_client_is_missing(
-    caplog: Any,
-) -> None:
+    caplog,
+):
     class AllButOne(FedRot):
         seen = ()
 
@@ -202,7 +202,7 @@ def test_a_subclass_may_pass_on_a_generator_and_is_named_where_a_client_is_missi
     assert "AllButOne.aggregate_train" in caplog.text
 
 
-def test_a_method_of_the_instance_sees_the_replies_too() -> None:
+def test_a_method_of_the_instance_sees_the_replies_too():
     strategy = FedRot(CONFIG)
     strategy.seen = []
     inner = strategy.aggregate_train
@@ -218,7 +218,7 @@ def test_a_method_of_the_instance_sees_the_replies_too() -> None:
     assert sorted(result.train_metrics_clientapp) == [1, 2, 3]
 
 
-def test_replies_are_streamed_as_long_as_nobody_else_reads_them() -> None:
+def test_replies_are_streamed_as_long_as_nobody_else_reads_them():
     found = []
 
     class Watched(LazyGrid):
@@ -265,12 +265,12 @@ def personal(base: Any) -> Any:
         lambda: own_start(own_messages(FedRot))(CONFIG),
     ],
 )
-def test_what_cannot_work_says_what_to_call(strategy: Any) -> None:
+def test_what_cannot_work_says_what_to_call(strategy):
     with pytest.raises(FedrotError, match="configure_train"):
         played(strategy())
 
 
-def test_models_of_the_clients_own_are_fedavgs_without_alignment() -> None:
+def test_models_of_the_clients_own_are_fedavgs_without_alignment():
     result, sent, _ = played(personal(FedRot)(alignment=None))
     expected, flowers, _ = played(personal(FedAvg)())
     assert sent == flowers
@@ -296,13 +296,13 @@ def fails_until(number: int) -> Client:
     ],
 )
 def test_rounds_without_a_client_in_the_mean_are_named_at_the_end(
-    settings: Any,
-    checkpoints: bool,
-    until: int,
-    empty: int,
-    tmp_path: Any,
-    warnings: Any,
-) -> None:
+    settings,
+    checkpoints,
+    until,
+    empty,
+    tmp_path,
+    warnings,
+):
     own = {"checkpoints": Checkpointing(tmp_path)} if checkpoints else {}
     grid = FakeGrid(dict.fromkeys(NODES, fails_until(until)))
     initial = ArrayRecord(state())

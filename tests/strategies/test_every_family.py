@@ -16,9 +16,7 @@ from tests.strategies.fakes import aggregated, largest_difference
 
 
 @pytest.mark.parametrize(("place", "name"), enumerate(KINDS))
-def test_scrambled_clients_of_every_family_give_the_unscrambled_average(
-    place: int, name: str
-) -> None:
+def test_scrambled_clients_of_every_family_give_the_unscrambled_average(place, name):
     base = state_of(name)
     symmetry = symmetry_for(name)
     honest = [near(base, 0.02, seed) for seed in range(3)]

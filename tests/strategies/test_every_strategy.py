@@ -203,7 +203,7 @@ def gap(one: Result | State, other: Result | State) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_scrambled_clients_end_where_unscrambled_ones_do(name: str) -> None:
+def test_scrambled_clients_end_where_unscrambled_ones_do(name):
     case = CASES[name]
     honest = finished(name, scramble=False, aligned=True)
     moved = gap(honest, state())
@@ -263,9 +263,7 @@ CANONICAL = fedrot.AlignmentOptions(
         pytest.param("FedAdagrad", CLIENTS - 1, marks=pytest.mark.long),
     ],
 )
-def test_clients_that_learned_nothing_change_no_function(
-    name: str, others: Any
-) -> None:
+def test_clients_that_learned_nothing_change_no_function(name, others):
     """In canonical rounds (None), and where many come from another basis, whose
     coordinates it takes.
 
@@ -292,7 +290,7 @@ def test_clients_that_learned_nothing_change_no_function(
 
 
 @pytest.mark.parametrize("name", ["server, adaptive", "client, adaptive"])
-def test_the_clipping_norm_adapts_to_aligned_updates(name: str) -> None:
+def test_the_clipping_norm_adapts_to_aligned_updates(name):
     case = CASES[name]
     mods = (*case.mods, align_mod(CONFIG, EAGER)) if case.mods else ()
     norms = []
@@ -306,7 +304,7 @@ def test_the_clipping_norm_adapts_to_aligned_updates(name: str) -> None:
 # Differential privacy
 
 
-def test_a_norm_bit_is_0_or_1() -> None:
+def test_a_norm_bit_is_0_or_1():
     wrapper = in_front_of(DifferentialPrivacyClientSideAdaptiveClipping)
     strategy = wrapper(
         None, FedAvg(), 1.0, 3, clipped_count_stddev=10.0, alignment=None
@@ -350,7 +348,7 @@ def with_metrics(change: Callable[[MetricRecord, int], object]) -> Any:
     return mod
 
 
-def test_an_accountant_is_served_with_alignment_in_front() -> None:
+def test_an_accountant_is_served_with_alignment_in_front():
     equal = with_metrics(lambda m, _: m.update({"num-examples": 1}))
     results = []
     for scramble in (False, True):
@@ -362,7 +360,7 @@ def test_an_accountant_is_served_with_alignment_in_front() -> None:
     assert gap(*results) < ROUNDED * gap(results[0], state())
 
 
-def test_one_client_moves_the_sum_by_no_more_than_it_may() -> None:
+def test_one_client_moves_the_sum_by_no_more_than_it_may():
     honest = [
         fedrot.random_equivalent(near(state(), 0.05, i), SYMMETRY, i)
         for i in range(1, CLIENTS)
@@ -405,17 +403,15 @@ UNSAFE = [
 
 
 @pytest.mark.parametrize(("name", "given", "word"), UNSAFE)
-def test_what_breaks_the_guarantee_of_privacy_is_refused(
-    name: str, given: Any, word: str
-) -> None:
+def test_what_breaks_the_guarantee_of_privacy_is_refused(name, given, word):
     with pytest.raises(fedrot.FedrotError, match=word):
         CASES[name].aligned(**given)
 
 
 @pytest.mark.parametrize("name", SERVER_SIDE | CLIENT_SIDE)
 def test_a_privacy_wrapper_is_refused_around_a_strategy_that_aligns_or_fits_a_head(
-    name: str,
-) -> None:
+    name,
+):
     """Before anybody trains; around one that moves nothing it is fine."""
     case = CASES[name]
     for settings, word in (
@@ -435,7 +431,7 @@ def test_a_privacy_wrapper_is_refused_around_a_strategy_that_aligns_or_fits_a_he
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_without_a_good_reply_the_model_stays(name: str) -> None:
+def test_without_a_good_reply_the_model_stays(name):
     # Each with a fault of its own: one fault of all would end the run.
     broken = with_metrics(lambda metrics, node: metrics.update({"num-examples": -node}))
     case = CASES[name]

@@ -8,7 +8,6 @@ import inspect
 import itertools
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,7 +68,7 @@ def turned(given: list[State]) -> list[State]:
     ]
 
 
-def test_updates_are_aligned_to_the_running_mean_unless_told_otherwise() -> None:
+def test_updates_are_aligned_to_the_running_mean_unless_told_otherwise():
     assert (
         FedRot(CONFIG).alignment
         == AlignedMedian(CONFIG).alignment
@@ -87,8 +86,8 @@ def test_updates_are_aligned_to_the_running_mean_unless_told_otherwise() -> None
 
 @pytest.mark.parametrize("canonical", [False, True])
 def test_global_anchor_is_the_weighted_mean_of_the_aligned_updates(
-    canonical: bool,
-) -> None:
+    canonical,
+):
     options = fedrot.AlignmentOptions(canonical=canonical, chance=0)
     strategy = FedRot(CONFIG, alignment=replace(options, anchor="global"))
     result, _ = aggregated(strategy, BASE, updates(), (1, 5, 14))
@@ -104,8 +103,8 @@ def test_global_anchor_is_the_weighted_mean_of_the_aligned_updates(
 @pytest.mark.parametrize("deterministic", [False, True])
 @ANCHORS
 def test_without_evidence_the_model_is_the_plain_mean_to_the_last_bit(
-    anchor: str, deterministic: bool, tmp_path: Path
-) -> None:
+    anchor, deterministic, tmp_path
+):
     sent, weights, plain = updates(scale=1e-3), (10, 20, 30), []
     # Deterministic rounds take updates in an order that their contents give.
     for order in itertools.permutations(range(3)) if deterministic else [(0, 1, 2)]:
@@ -128,7 +127,7 @@ def test_without_evidence_the_model_is_the_plain_mean_to_the_last_bit(
         assert row["found"] <= 3 * row["chance"] or row["part"] == "ffn"
 
 
-def test_one_turned_client_is_brought_back_and_the_others_stay(tmp_path: Path) -> None:
+def test_one_turned_client_is_brought_back_and_the_others_stay(tmp_path):
     honest = updates(scale=1e-3)
     sent = [*honest[:2], fedrot.random_equivalent(honest[2], SYMMETRY, 1)]
     strategy = FedRot(CONFIG, reporting=Reporting(rows=tmp_path / "rows.jsonl"))
@@ -143,7 +142,7 @@ def test_one_turned_client_is_brought_back_and_the_others_stay(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("align", [True, False], ids=["aligned", "unaligned"])
-def test_float32_replies_to_a_float16_model_are_rounded_once(align: bool) -> None:
+def test_float32_replies_to_a_float16_model_are_rounded_once(align):
     base = {name: tensor.half() for name, tensor in BASE.items()}
     strategy = FedRot(CONFIG, alignment=GLOBAL if align else None)
     result, _ = aggregated(strategy, base, updates(), (1, 1, 1))
@@ -157,8 +156,8 @@ def test_float32_replies_to_a_float16_model_are_rounded_once(align: bool) -> Non
 
 @pytest.mark.parametrize("build", [FedRot, in_front_of(FedAdam)])
 def test_updates_and_metrics_are_weighted_by_the_metric_that_is_named(
-    build: Any,
-) -> None:
+    build,
+):
     results = []
     for name in ("num-examples", "rows"):
         strategy = build(CONFIG, weighted_by_key=name, alignment=GLOBAL)
@@ -181,8 +180,8 @@ def renamed_record(message: Message) -> Message:
     "odd", [lambda message: reply(message, BASE, 10, -1, surprise=1.0), renamed_record]
 )
 def test_what_a_strategy_that_needs_all_updates_cannot_compare_is_dropped(
-    odd: Any,
-) -> None:
+    odd,
+):
     strategy = AlignedMedian(CONFIG, alignment=GLOBAL)
     asked = broadcast(strategy, BASE, 4)
     good = replies(asked[:3], updates())
@@ -193,8 +192,8 @@ def test_what_a_strategy_that_needs_all_updates_cannot_compare_is_dropped(
 
 
 def test_failed_clients_keep_their_names_in_rounds_in_which_they_say_nothing(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """An error holds no id, and neither does silence; the average is left to the
     others.
     """
@@ -218,7 +217,7 @@ def test_failed_clients_keep_their_names_in_rounds_in_which_they_say_nothing(
     ]
 
 
-def test_metrics_and_report_agree_with_the_alignments(tmp_path: Path) -> None:
+def test_metrics_and_report_agree_with_the_alignments(tmp_path):
     """A client that is far away counts by its distance, and not as one of three."""
     report = tmp_path / "deep" / "report.jsonl"
     strategy = FedRot(CONFIG, alignment=GLOBAL, reporting=Reporting(rows=report))
@@ -243,7 +242,7 @@ def test_metrics_and_report_agree_with_the_alignments(tmp_path: Path) -> None:
     assert sum(r["before"] for r in rows) == pytest.approx(sum(before), rel=1e-5)
 
 
-def test_every_fedavg_argument_works() -> None:
+def test_every_fedavg_argument_works():
     given = {
         "fraction_train": 0.5,
         "fraction_evaluate": 0.25,
@@ -284,9 +283,7 @@ def of_another_model() -> fedrot.Symmetry:
         ),
     ],
 )
-def test_a_model_that_does_not_fit_is_refused_before_training(
-    call: Any, word: str
-) -> None:
+def test_a_model_that_does_not_fit_is_refused_before_training(call, word):
     with pytest.raises(fedrot.FedrotError, match=re.escape(word)):
         call()
 
@@ -318,9 +315,7 @@ class Unasked(FakeGrid):
         (1, {"fraction_evaluate": 2.0}, "fraction_evaluate is 2.0"),
     ],
 )
-def test_numbers_of_a_run_are_checked_before_it_waits(
-    rounds: Any, arguments: Any, expected: str
-) -> None:
+def test_numbers_of_a_run_are_checked_before_it_waits(rounds, arguments, expected):
     """With a fraction above 1, Flower waits for more nodes than there are."""
     wrapped = in_front_of(DifferentialPrivacyServerSideFixedClipping)(
         CONFIG, FedAvg(**arguments), 0.1, 1.0, 3, alignment=GLOBAL
@@ -357,7 +352,7 @@ SAID = [
 
 
 @pytest.mark.parametrize(("given", "words"), SAID)
-def test_the_summary_says_what_is_set(given: Any, words: Any, caplog: Any) -> None:
+def test_the_summary_says_what_is_set(given, words, caplog):
     with caplog.at_level("INFO", logger="flwr"):
         FedRot(CONFIG, **given).summary()
     assert all(word in caplog.text for word in words)

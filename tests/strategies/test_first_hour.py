@@ -68,7 +68,7 @@ INSTEAD = {
 
 @STRATEGY
 @pytest.mark.parametrize("what", INSTEAD)
-def test_the_constructor_says_what_to_write(strategy: Any, what: str) -> None:
+def test_the_constructor_says_what_to_write(strategy, what):
     given, named, instead = INSTEAD[what]
     with pytest.raises(fedrot.FedrotError) as error:
         strategy(*given, **named)
@@ -89,9 +89,7 @@ def test_the_constructor_says_what_to_write(strategy: Any, what: str) -> None:
         ({"model": build()}, "OtherBasis is a BertForSequenceClassification; give"),
     ],
 )
-def test_what_is_known_to_be_wrong_is_said_by_the_constructor(
-    given: Any, says: str
-) -> None:
+def test_what_is_known_to_be_wrong_is_said_by_the_constructor(given, says):
     with pytest.raises(fedrot.FedrotError, match=says):
         FedRot(CONFIG, **grouped(**given))
 
@@ -107,7 +105,7 @@ def test_what_is_known_to_be_wrong_is_said_by_the_constructor(
         (lambda: OtherBasis(build, learning_passes=-1), "negative"),
     ],
 )
-def test_what_a_group_of_settings_cannot_use_is_refused(build: Any, says: str) -> None:
+def test_what_a_group_of_settings_cannot_use_is_refused(build, says):
     with pytest.raises(fedrot.FedrotError, match=says):
         build()
 
@@ -145,13 +143,13 @@ BROKEN = ArrayRecord({**BASE, BIAS: torch.full_like(BASE[BIAS], torch.nan)})
 )
 @STRATEGY
 def test_what_the_model_shows_to_be_wrong_is_said_before_clients_train(
-    strategy: Any, given: Any, initial: Any, says: str
-) -> None:
+    strategy, given, initial, says
+):
     with pytest.raises(fedrot.FedrotError, match=says):
         _start(strategy(CONFIG, **given), initial, asked, asked)
 
 
-def test_numbers_are_names_where_nothing_is_aligned_or_the_symmetry_says_so() -> None:
+def test_numbers_are_names_where_nothing_is_aligned_or_the_symmetry_says_so():
     unnamed = ArrayRecord([torch.zeros(3).numpy(), torch.ones(2).numpy()])
     named = fedrot.Symmetry("own", 0, (), {"0": (3,), "1": (2,)})
     unaligned = (
@@ -177,8 +175,8 @@ class Gone(FakeGrid):
 
 @STRATEGY
 def test_the_legacy_server_is_refused_with_what_to_write(
-    strategy: Any,
-) -> None:
+    strategy,
+):
     components = {
         "strategy": strategy(CONFIG),
         "config": ServerConfig(num_rounds=1),
@@ -229,8 +227,8 @@ def silent(message: Message) -> None: ...
 @pytest.mark.parametrize("align", [True, False])
 @STRATEGY
 def test_a_first_round_of_replies_with_one_fault_ends_the_run_with_it(
-    strategy: Any, align: bool, nodes: Any, says: str, tmp_path: Path
-) -> None:
+    strategy, align, nodes, says, tmp_path
+):
     report = tmp_path / "report.jsonl"
     given = {"rows": report, "fraction_evaluate": 0.0} | (
         {} if align else {"alignment": None}
@@ -251,14 +249,14 @@ GOES_ON = {
 
 
 @pytest.mark.parametrize("what", GOES_ON)
-def test_a_first_round_that_another_may_better_does_not_end_the_run(what: str) -> None:
+def test_a_first_round_that_another_may_better_does_not_end_the_run(what):
     strategy = FedRot(CONFIG, fraction_evaluate=0.0)
     grid = _start(strategy, ARRAYS, *GOES_ON[what], rounds=2)
     assert len([nodes for nodes in grid.asked if nodes]) == 2
 
 
 @pytest.mark.parametrize("nodes", [1, 30])
-def test_one_client_of_many_does_not_end_the_run(nodes: int) -> None:
+def test_one_client_of_many_does_not_end_the_run(nodes):
     """Of thirty, the next round may ask a better one; where there is one, it may
     not.
     """
@@ -274,8 +272,8 @@ def test_one_client_of_many_does_not_end_the_run(nodes: int) -> None:
 
 
 def test_a_later_round_never_ends_the_run_nor_does_the_first_one_after_a_checkpoint(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     def once(index: int) -> Client:
         rounds = []
 
@@ -309,8 +307,8 @@ def _run(home: Path, rounds: int, **given: Any) -> list[int]:
 
 
 def test_a_resumed_run_goes_on_in_its_files_and_a_refused_one_leaves_them(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """An empty file is nobody's; rows of a run that was killed in its first round are
     removed.
     """

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from inspect import Parameter
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,7 +108,7 @@ def public(cls: type) -> Iterator[str]:
         (Grid, OrderedGrid),
     ],
 )
-def test_every_public_method_takes_what_flowers_takes(theirs: type, ours: type) -> None:
+def test_every_public_method_takes_what_flowers_takes(theirs, ours):
     given = inspect.signature(getattr(ours, "__init__")).parameters.values()  # noqa: B009
     passes_on = any(p.kind is Parameter.VAR_KEYWORD for p in given)
     names = [
@@ -124,7 +123,7 @@ def test_every_public_method_takes_what_flowers_takes(theirs: type, ours: type) 
     assert {name: parameters for name, parameters in wrong.items() if parameters} == {}
 
 
-def test_the_loop_of_checkpoints_takes_what_flowers_start_takes() -> None:
+def test_the_loop_of_checkpoints_takes_what_flowers_start_takes():
     def start(strategy: Strategy, *args: Any) -> None:
         """Stand for ``Strategy.start``, whose first argument is named ``self``."""
 
@@ -138,7 +137,7 @@ HAS_IT = "should_stop" in inspect.signature(Strategy.start).parameters
 
 
 @pytest.fixture
-def newest(monkeypatch: Any) -> None:
+def newest(monkeypatch):
     """Give an older ``Strategy.start`` what Flower 1.43 has: ``should_stop``, and a
     first result.
     """
@@ -206,9 +205,7 @@ STRATEGIES = {
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.usefixtures("newest")
-def test_a_run_ends_when_should_stop_says_so(
-    name: str, checkpoints: bool, tmp_path: Path
-) -> None:
+def test_a_run_ends_when_should_stop_says_so(name, checkpoints, tmp_path):
     build, arrays = STRATEGIES[name]
     asked = []
 
@@ -238,8 +235,8 @@ def test_a_run_ends_when_should_stop_says_so(
 
 @pytest.mark.usefixtures("newest")
 def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """With the same random numbers, and the same result so far."""
     asked = []
 
@@ -268,8 +265,8 @@ def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(
 @pytest.mark.skipif(HAS_IT, reason="the installed Flower has should_stop")
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_an_older_flower_refuses_should_stop_before_any_client_trains(
-    checkpoints: bool, tmp_path: Path
-) -> None:
+    checkpoints, tmp_path
+):
     kept = Checkpointing(tmp_path) if checkpoints else None
     grid = FakeGrid(MOVED)
     with pytest.raises(TypeError, match="should_stop"):
@@ -279,7 +276,7 @@ def test_an_older_flower_refuses_should_stop_before_any_client_trains(
     assert grid.asked == []
 
 
-def test_an_argument_that_is_unknown_is_refused_or_passed_on(tmp_path: Path) -> None:
+def test_an_argument_that_is_unknown_is_refused_or_passed_on(tmp_path):
     class Later(FedAvg):
         def start(self, *args: Any, colour: str = "", **kwargs: Any) -> Any:
             self.colour = colour
@@ -333,8 +330,8 @@ FLOWERS = [
 @pytest.mark.parametrize("sent", SENT)
 @pytest.mark.parametrize(("base", "given"), FLOWERS)
 def test_replies_that_nobody_asked_for_are_aggregated_as_by_flowers_strategy(
-    base: Any, given: Any, sent: str
-) -> None:
+    base, given, sent
+):
     strategies = [base(**given), in_front_of(base)(alignment=None, **given)]
     results = []
     for strategy in (
@@ -355,12 +352,12 @@ def test_replies_that_nobody_asked_for_are_aggregated_as_by_flowers_strategy(
             assert np.array_equal(found, theirs)
 
 
-def test_replies_to_nothing_known_need_no_alignment() -> None:
+def test_replies_to_nothing_known_need_no_alignment():
     with pytest.raises(FedrotError, match="configure_train"):
         FedRot(SYMMETRY).aggregate_train(1, replies(SENT["scalars"]))
 
 
-def test_evaluations_are_weighted_whoever_has_asked_for_them() -> None:
+def test_evaluations_are_weighted_whoever_has_asked_for_them():
     """``configure_evaluate`` of a subclass, and a loop of its own, tell us nothing."""
     metrics = [
         MetricRecord({"num-examples": n, "score": s}) for n, s in ((1, 0.0), (3, 1.0))

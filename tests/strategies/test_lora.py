@@ -69,8 +69,8 @@ def started(strategy: FedAvg, rounds: int = 1) -> Any:
 
 @METHODS
 def test_a_round_is_the_average_of_the_replies_and_says_its_errors(
-    options: AdapterOptions, caplog: Any, tmp_path: Any
-) -> None:
+    options, caplog, tmp_path
+):
     rows = tmp_path / "rows.jsonl"
     with caplog.at_level("INFO", logger="flwr"):
         result = started(
@@ -101,7 +101,7 @@ def test_a_round_is_the_average_of_the_replies_and_says_its_errors(
     assert said.split(": ", 1)[1] in rows.read_text()
 
 
-def test_clients_of_smaller_ranks_cut_what_they_receive() -> None:
+def test_clients_of_smaller_ranks_cut_what_they_receive():
     sent = {}
 
     def of_rank(rank: int) -> Callable[[Message], Message]:
@@ -140,9 +140,7 @@ def test_clients_of_smaller_ranks_cut_what_they_receive() -> None:
         ("exact", 0, r"lora_A.weight' has shape \[0, "),
     ],
 )
-def test_replies_of_other_ranks_are_dropped(
-    method: str, rank: int, needed: str, caplog: Any
-) -> None:
+def test_replies_of_other_ranks_are_dropped(method, rank, needed, caplog):
     def other(message: Message) -> Message:
         return reply(message, floats(adapter(0, rank)), 10, 7)
 
@@ -157,8 +155,8 @@ def test_replies_of_other_ranks_are_dropped(
 
 
 def test_an_adapter_of_other_settings_is_dropped_by_name_and_rows_have_the_settings(
-    warnings: Any, tmp_path: Any
-) -> None:
+    warnings, tmp_path
+):
     """Client 0 says nothing, client 1 the server's settings; client 4 has other
     targets.
     """
@@ -206,8 +204,8 @@ def test_an_adapter_of_other_settings_is_dropped_by_name_and_rows_have_the_setti
 
 
 def test_a_first_model_that_is_no_adapter_is_refused_before_anyone_trains(
-    warnings: Any,
-) -> None:
+    warnings,
+):
     grid = grid_of(map(client, range(3)))
     with pytest.raises(FedrotError, match=r"initial_arrays.*no factors"):
         FedRotLoRA(CONFIG).start(
@@ -224,7 +222,7 @@ def test_a_first_model_that_is_no_adapter_is_refused_before_anyone_trains(
 
 
 @METHODS
-def test_a_server_optimiser_takes_the_average(options: AdapterOptions) -> None:
+def test_a_server_optimiser_takes_the_average(options):
     eta, tau, beta = 0.1, 1e-3, 0.9
     behind = type("AdamLoRA", (AlignedLoRA, FedAdam), {})
     strategy = behind(
@@ -240,7 +238,7 @@ def test_a_server_optimiser_takes_the_average(options: AdapterOptions) -> None:
         assert torch.allclose(found[name], tensor + step, atol=1e-4), name
 
 
-def test_what_does_not_go_together_is_refused_before_training() -> None:
+def test_what_does_not_go_together_is_refused_before_training():
     median = type("MedianLoRA", (AlignedLoRA, FedMedian), {})
     with pytest.raises(FedrotError, match=r"MedianLoRA.*FedMedian"):
         median(CONFIG)
@@ -269,9 +267,7 @@ def test_what_does_not_go_together_is_refused_before_training() -> None:
         (0.3, 0.2, {ERROR: 0.1, ERROR_OF_FACTORS: 0.3, LOST: 0.2}),
     ],
 )
-def test_what_is_not_known_or_not_lost_is_no_metric(
-    of_factors: Any, lost: float, measured: Any
-) -> None:
+def test_what_is_not_known_or_not_lost_is_no_metric(of_factors, lost, measured):
     report = SimpleNamespace(
         mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost
     )

@@ -124,7 +124,7 @@ def play(**config: Any) -> State:
     return aggregate(SecureGrid(nodes), config)
 
 
-def test_the_masked_sum_of_aligned_updates_is_the_unscrambled_average() -> None:
+def test_the_masked_sum_of_aligned_updates_is_the_unscrambled_average():
     for scramble, align in ((False, True), (True, True), (True, False)):
         apart = difference(play(scramble=scramble, align=align), expected())
         assert apart < ROUNDING if align else apart > 0.1
@@ -132,8 +132,8 @@ def test_the_masked_sum_of_aligned_updates_is_the_unscrambled_average() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 def test_a_broken_client_drops_out_and_the_others_go_on(
-    warnings: Any,
-) -> None:
+    warnings,
+):
     others = expected((0, 2))
     result = play(scramble=True, align=True, broken=1)
     assert difference(result, others) < ROUNDING * sum(WEIGHTS) / 40

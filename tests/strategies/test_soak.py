@@ -10,8 +10,6 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -181,8 +179,8 @@ def memory() -> tuple[int, Counter[str]]:
 
 @pytest.mark.parametrize(("rounds", "deterministic"), [(ROUNDS, False), (6, True)])
 def test_rounds_of_faults_leak_nothing_and_average_what_is_good(
-    rounds: int, deterministic: bool, tmp_path: Path, monkeypatch: Any, caplog: Any
-) -> None:
+    rounds, deterministic, tmp_path, monkeypatch, caplog
+):
     path = tmp_path / "report.jsonl"
     warm = []
     monkeypatch.setattr(lazy_grid, "time", Clock())

@@ -74,8 +74,8 @@ def matching(name: str) -> Client:
 @pytest.mark.parametrize("where", ["server", "probe", "clients"])
 @pytest.mark.parametrize("name", NAMES)
 def test_models_in_rotated_bases_are_averaged_to_the_function_that_all_of_them_have(
-    name: str, where: str
-) -> None:
+    name, where
+):
     base, sent = states(name)
     others = OtherBasis(
         model=(lambda: built(name)) if where == "probe" else None,
@@ -101,9 +101,7 @@ def test_models_in_rotated_bases_are_averaged_to_the_function_that_all_of_them_h
     ).abs().max() > 0.1 * expected.abs().max()
 
 
-def test_replies_in_the_broadcast_basis_become_canonical_beside_one_from_another() -> (
-    None
-):
+def test_replies_in_the_broadcast_basis_become_canonical_beside_one_from_another():
     """A mean of canonical and of other tensors would be neither."""
     name = "llama"
     symmetry = symmetry_for(name)
@@ -168,8 +166,8 @@ ROTATES = [
 
 @pytest.mark.parametrize(("others", "config", "base", "more", "rotates"), ROTATES)
 def test_by_default_the_stream_is_rotated_where_it_can_be(
-    others: OtherBasis, config: Any, base: State, more: Any, rotates: bool
-) -> None:
+    others, config, base, more, rotates
+):
     strategy = FedRot(config, other_basis=others, **more)
     strategy.configure_train(
         1, ArrayRecord(base), ConfigRecord(), grid_of([silent] * 2)
@@ -186,8 +184,8 @@ def test_by_default_the_stream_is_rotated_where_it_can_be(
     ("config", "word"), [(TIED, "tie_word_embeddings=False"), (None, "be rotated")]
 )
 def test_tied_tables_and_post_norm_models_are_refused_before_clients_train(
-    config: Any, word: str
-) -> None:
+    config, word
+):
     base = GPT2LMHeadModel(TIED).state_dict() if config else float32(state_of("bert"))
     strategy = FedRot(
         config or config_of("bert"), other_basis=OtherBasis(options=STREAM)

@@ -190,7 +190,7 @@ def added(case: Case, given: list[Client], dtype: torch.dtype = torch.float64) -
     return aggregator
 
 
-def test_every_aggregation_without_inputs_has_a_case() -> None:
+def test_every_aggregation_without_inputs_has_a_case():
     assert {entry.name for entry in aggregations(())} == ONE_EACH.keys()
 
 
@@ -203,8 +203,8 @@ def test_every_aggregation_without_inputs_has_a_case() -> None:
     dead=st.sampled_from([(), (1,), (0, 4)]),
 )
 def test_the_result_is_the_oracle_s_in_any_order_and_scale(
-    case: Case, seed: int, count: int, masks: bool, dead: Any
-) -> None:
+    case, seed, count, masks, dead
+):
     """Layers that share their inputs may be untrained at any clients, in all rows or in
     some.
     """
@@ -226,7 +226,7 @@ def test_the_result_is_the_oracle_s_in_any_order_and_scale(
     ("dtype", "error"),
     [(torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 4e-2)],
 )
-def test_dtypes_stay_and_sums_are_wide(case: Case, dtype: Any, error: float) -> None:
+def test_dtypes_stay_and_sums_are_wide(case, dtype, error):
     sent = clients(1, 4)
     found = added(case, sent, dtype).result()[W]
     assert found.dtype == dtype
@@ -263,7 +263,7 @@ BAD_VALUES = {"trained": BIAS, "gram": -torch.eye(IN), "fisher": -ONES}
 
 
 @pytest.mark.parametrize("case", ONE_EACH.values(), ids=ONE_EACH)
-def test_what_is_refused_leaves_nothing(case: Case) -> None:
+def test_what_is_refused_leaves_nothing(case):
     one, two, three = clients(2)
     bad = [{"statistics": each} for each in bad_statistics(case).values()]
     for change in bad:
@@ -289,16 +289,14 @@ def test_what_is_refused_leaves_nothing(case: Case) -> None:
         *((RegMean, (0.9, beta)) for beta in (-1, float("inf"))),
     ],
 )
-def test_settings_out_of_range_are_refused(build: Any, arguments: Any) -> None:
+def test_settings_out_of_range_are_refused(build, arguments):
     with pytest.raises(FedrotError, match=r"floor|alpha"):
         build(*arguments)
 
 
 @WITH_STATISTICS
 @pytest.mark.parametrize(("weight", "most"), [(1.5, True), (2.0, False)])
-def test_a_tensor_needs_statistics_from_most_of_the_weight(
-    case: Case, weight: float, most: bool
-) -> None:
+def test_a_tensor_needs_statistics_from_most_of_the_weight(case, weight, most):
     """Clients without statistics of a tensor are left out; if they are most, it is the
     mean.
     """
@@ -327,9 +325,7 @@ def test_a_tensor_needs_statistics_from_most_of_the_weight(
 
 @pytest.mark.parametrize("masks", [False, True])
 @EVERY
-def test_results_may_be_taken_in_between_and_share_nothing(
-    case: Case, masks: bool
-) -> None:
+def test_results_may_be_taken_in_between_and_share_nothing(case, masks):
     pair = clients(3, 2, masks)
     aggregator = case.build()
     sent = [client.sent(case.kinds) for client in pair]

@@ -30,7 +30,7 @@ class Doubled(Mean):
         return {name: 2 * tensor for name, tensor in super().result(device).items()}
 
 
-def test_a_subclass_needs_add_and_result_alone() -> None:
+def test_a_subclass_needs_add_and_result_alone():
     last = Last()
     last.fold_parts([{"a": torch.ones(1)}, {"b": torch.zeros(1)}], 2.0)
     assert last.release() == last.result() == last.last
@@ -39,7 +39,7 @@ def test_a_subclass_needs_add_and_result_alone() -> None:
     assert (last.sentence, last.measured) == ("", {})
 
 
-def test_only_the_mean_itself_streams() -> None:
+def test_only_the_mean_itself_streams():
     assert Mean.streams
     assert not any(cls.streams for cls in (Fisher, RegMean, Doubled))
     doubled = Doubled()
@@ -48,7 +48,7 @@ def test_only_the_mean_itself_streams() -> None:
 
 
 @pytest.mark.parametrize("other", [dict, type("Duck", (), {"add": 1, "result": 1}), 3])
-def test_another_class_is_refused_when_it_is_registered(other: Any) -> None:
+def test_another_class_is_refused_when_it_is_registered(other):
     with pytest.raises(FedrotError, match=r"subclass fedrot\.aggregation"):
         register_aggregation("other", "no aggregator")(other)
     assert "other" not in _ENTRIES

@@ -13,9 +13,7 @@ EPS = torch.finfo(torch.float64).eps
 
 @pytest.mark.parametrize("last", [0.3, 1e-2, 1e-3])
 @pytest.mark.parametrize("seed", range(5))
-def test_an_unseen_direction_is_found_wherever_it_points(
-    last: float, seed: int
-) -> None:
+def test_an_unseen_direction_is_found_wherever_it_points(last, seed):
     """The last pivot of a Cholesky factor is large if the direction hardly has the last
     unit.
     """

@@ -37,7 +37,7 @@ def mixed(count: int = 4) -> list[State]:
 @pytest.mark.parametrize(
     "masked", [False, True], ids=["", "masks of integers change nothing"]
 )
-def test_integers_and_booleans_are_averaged_and_rounded(masked: bool) -> None:
+def test_integers_and_booleans_are_averaged_and_rounded(masked):
     rows = torch.tensor([True, False])
     masks = [{"steps": rows, "mask": rows}] * 4 if masked else None
     result = folded(mixed(), [1.0, 2.0, 3.0, 4.0], masks).result()
@@ -52,7 +52,7 @@ def test_integers_and_booleans_are_averaged_and_rounded(masked: bool) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 )
-def test_means_of_the_largest_and_smallest_integers(dtype: Any) -> None:
+def test_means_of_the_largest_and_smallest_integers(dtype):
     least = torch.iinfo(dtype).min
     most = torch.iinfo(dtype).max
     ends = {"steps": torch.tensor([least, most], dtype=dtype)}
@@ -70,8 +70,8 @@ def test_means_of_the_largest_and_smallest_integers(dtype: Any) -> None:
 )
 @pytest.mark.parametrize("shape", [(4, 2, 3), (4,), (1, 2), ()], ids=str)
 def test_rows_of_any_shape_are_averaged_over_the_clients_that_trained_them(
-    build: Any, shape: Any
-) -> None:
+    build, shape
+):
     """Masks may come late, from some clients only; a number stands for all rows."""
     aggregator = build()
     rows = torch.arange(*shape[:1]) > 0 if shape else torch.tensor(False)
@@ -94,7 +94,7 @@ def test_rows_of_any_shape_are_averaged_over_the_clients_that_trained_them(
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_sums_are_kept_in_float32_for_half_precision(masked: bool) -> None:
+def test_sums_are_kept_in_float32_for_half_precision(masked):
     """A sum in float16 would overflow at 65504 and lose every small term."""
     updates = [
         {"w": torch.full((2, 3), size, dtype=torch.float16)}
@@ -105,7 +105,7 @@ def test_sums_are_kept_in_float32_for_half_precision(masked: bool) -> None:
     assert result["w"].tolist() == [[30000.0] * 3, [60000.0 if masked else 30000.0] * 3]
 
 
-def test_the_last_result_is_the_same_and_takes_no_copy() -> None:
+def test_the_last_result_is_the_same_and_takes_no_copy():
     mean, other = (folded(mixed(), [1.0, 2.0, 3.0, 4.0]) for _ in range(2))
     held = {name: tensor.data_ptr() for name, tensor in mean.current.items()}
     expected = other.result()

@@ -17,7 +17,7 @@ from fedrot.aggregation.registry import _ENTRIES, register_aggregation
 CLASSES = {"mean": Mean, "fisher": Fisher, "regmean": RegMean}
 
 
-def test_every_aggregation_has_a_name_and_says_what_it_needs() -> None:
+def test_every_aggregation_has_a_name_and_says_what_it_needs():
     ours = {entry.name: entry for entry in aggregations(())}
     assert {name: entry.build for name, entry in ours.items()} == CLASSES
     assert {name: entry.needs for name, entry in ours.items()} == {
@@ -36,7 +36,7 @@ def test_every_aggregation_has_a_name_and_says_what_it_needs() -> None:
         )
 
 
-def test_aggregations_of_users_get_the_arguments_that_they_take() -> None:
+def test_aggregations_of_users_get_the_arguments_that_they_take():
     class Median(Mean):
         def __init__(self, symmetry: object, score: object = None) -> None:
             super().__init__()
@@ -63,6 +63,6 @@ def test_aggregations_of_users_get_the_arguments_that_they_take() -> None:
         del _ENTRIES["median"]
 
 
-def test_a_name_that_builds_nothing_is_an_error() -> None:
+def test_a_name_that_builds_nothing_is_an_error():
     with pytest.raises(FedrotError, match="mean, fisher, regmean"):
         aggregation_named("median")

@@ -45,9 +45,7 @@ def plain(values: Sequence[Array], shares: Sequence[float]) -> Array:
 @pytest.mark.parametrize("dead", [(), (0,), (1, 5)], ids=str)
 @pytest.mark.parametrize("ranks", [(0,), (2,), (4, 1, 0), (1, 2), (4, 4, 4)], ids=str)
 @pytest.mark.parametrize("kind", ["gram", "gram_conv1d"])
-def test_unseen_directions_keep_the_mean_and_seen_ones_are_solved(
-    kind: str, ranks: Any, dead: Any
-) -> None:
+def test_unseen_directions_keep_the_mean_and_seen_ones_are_solved(kind, ranks, dead):
     """Inputs of different sizes; the oracle is least squares on the rows of all
     clients.
     """
@@ -80,7 +78,7 @@ def test_unseen_directions_keep_the_mean_and_seen_ones_are_solved(
     assert f"{IN - rank} of {IN} directions" in regmean.notes[KEY]
 
 
-def test_notes_are_those_of_the_last_result() -> None:
+def test_notes_are_those_of_the_last_result():
     rng = np.random.default_rng(9)
     regmean, _ = added([client(rng.normal(size=(OUT, IN)), np.zeros((IN, IN)))])
     assert regmean.notes.keys() == {KEY}
@@ -94,9 +92,7 @@ def test_notes_are_those_of_the_last_result() -> None:
     ("left", "right"),
     [("float32", "float64"), ("float64", "float32"), ("float32", "float32")],
 )
-def test_the_rounding_of_the_coarsest_gram_matrix_is_no_input(
-    left: str, right: str
-) -> None:
+def test_the_rounding_of_the_coarsest_gram_matrix_is_no_input(left, right):
     """``collect_gram`` returns float32; another client may send exact float64."""
     rng = np.random.default_rng(1)
     width, rank = 24, 8
@@ -114,9 +110,7 @@ def test_the_rounding_of_the_coarsest_gram_matrix_is_no_input(
 
 
 @pytest.mark.parametrize(("turn", "solved"), [(0.1, True), (1e-5, False)])
-def test_a_solution_far_from_all_clients_is_not_taken(
-    turn: float, solved: bool
-) -> None:
+def test_a_solution_far_from_all_clients_is_not_taken(turn, solved):
     """Each client sees one direction; if these are nearly the same, the solution is
     long.
     """
@@ -129,7 +123,7 @@ def test_a_solution_far_from_all_clients_is_not_taken(
     assert bool(regmean.notes) != solved
 
 
-def test_a_solution_that_the_dtype_cannot_hold_is_not_taken() -> None:
+def test_a_solution_that_the_dtype_cannot_hold_is_not_taken():
     weights = torch.tensor([[[6e4, 6e4]], [[6e4, -6e4]]]).half()
     grams = [torch.tensor([[1, c], [c, 1]]).double() for c in (0.99, -0.99)]
     regmean, found = added([client(w, g) for w, g in zip(weights, grams, strict=True)])
@@ -138,8 +132,8 @@ def test_a_solution_that_the_dtype_cannot_hold_is_not_taken() -> None:
 
 
 def test_layers_that_share_a_matrix_are_factorised_once(
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     rng = np.random.default_rng(10)
     names = ["query.weight", "key.weight", "value.weight", "other.weight"]
     regmean = RegMean()
@@ -166,9 +160,7 @@ def grams_of(name: str, state: State, rows: int) -> dict[str, State]:
 @pytest.mark.parametrize(
     ("name", "whole"), [(name, index % 2 == 0) for index, name in enumerate(KINDS)]
 )
-def test_scrambled_clients_give_the_same_regmean_with_transport_only(
-    name: str, whole: bool
-) -> None:
+def test_scrambled_clients_give_the_same_regmean_with_transport_only(name, whole):
     symmetry = symmetry_for(name)
     asked = WHOLE_MODEL if whole else AlignmentOptions().parts
     parts = tuple(part for part in asked if part not in symmetry.refused)

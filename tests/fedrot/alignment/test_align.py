@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -52,8 +51,8 @@ BASE, SYMMETRY = state_of(NAME), symmetry_for(NAME)
     ],
 )
 def test_dtypes_return_as_they_came_and_inputs_are_left_alone(
-    weights: Any, biases: Any, of_anchor: Any, parts: Any
-) -> None:
+    weights, biases, of_anchor, parts
+):
     anchor = cast(BASE, of_anchor)
     update = {
         name: tensor.to(weights if name.endswith("weight") else biases)
@@ -89,7 +88,7 @@ def test_dtypes_return_as_they_came_and_inputs_are_left_alone(
     assert all(map(same, kept, (anchor, update)))
 
 
-def test_parameters_and_strided_tensors_give_the_same_answer() -> None:
+def test_parameters_and_strided_tensors_give_the_same_answer():
     anchor = state_of(NAME, 1)
     model = fresh_model(NAME)
     plain = align_tensors(BASE, anchor, SYMMETRY, EAGER)
@@ -104,7 +103,7 @@ def test_parameters_and_strided_tensors_give_the_same_answer() -> None:
 @pytest.mark.parametrize(
     "name", ["bert-mlm", "electra-mlm", "distilbert-mlm", "roberta-mlm"]
 )
-def test_tied_tensors_stay_tied(name: str) -> None:
+def test_tied_tensors_stay_tied(name):
     model = fresh_model(name)
     state = model.state_dict()
     pointers = defaultdict(set)
@@ -121,7 +120,7 @@ def test_tied_tensors_stay_tied(name: str) -> None:
             assert len({out[key].data_ptr() for key in keys}) == 1
 
 
-def test_an_anchor_reused_for_a_round_gives_the_same_alignments() -> None:
+def test_an_anchor_reused_for_a_round_gives_the_same_alignments():
     reused = Anchor(BASE)
     for seed in range(3):
         update = random_equivalent(near(BASE, 0.05, seed), SYMMETRY, seed)

@@ -28,7 +28,7 @@ class Following(AnchorRule):
         self.current = Anchor(dict(self.mean.current))
 
 
-def test_a_rule_that_follows_the_mean_gets_the_shared_one_or_its_own() -> None:
+def test_a_rule_that_follows_the_mean_gets_the_shared_one_or_its_own():
     base, symmetry = state_of(NAME), symmetry_for(NAME)
     find = finder(base, symmetry, AlignmentOptions())
     shared = Mean()
@@ -45,16 +45,14 @@ def test_a_rule_that_follows_the_mean_gets_the_shared_one_or_its_own() -> None:
     assert rules[0].mean.weight == shared.weight == 3
 
 
-def test_what_fedrots_rules_promise() -> None:
+def test_what_fedrots_rules_promise():
     promises = {name: (r.follows_mean, r.by_layers) for name, r in ANCHORS.items()}
     assert promises == {"global": (False, True), "running": (True, True)}
     assert (AnchorRule.follows_mean, AnchorRule.by_layers) == (False, False)
 
 
 @pytest.mark.parametrize("anchor", ["global", "running"])
-def test_a_round_checks_each_update_once(
-    anchor: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_checks_each_update_once(anchor, monkeypatch):
     base, symmetry = state_of(NAME), symmetry_for(NAME)
     updates = [near(base, 0.1, seed) for seed in range(3)]
     checked: list[int] = []

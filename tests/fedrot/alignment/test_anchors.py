@@ -84,8 +84,8 @@ def _parts(result: AlignedUpdate) -> set[str]:
 
 @ANCHOR
 def test_clients_of_one_basis_are_averaged_as_they_are_and_others_brought_back(
-    anchor: str,
-) -> None:
+    anchor,
+):
     """Brought back, a client is fitted to the noise of its anchor too: by that the
     means differ.
     """
@@ -103,7 +103,7 @@ def test_clients_of_one_basis_are_averaged_as_they_are_and_others_brought_back(
 
 
 @ANCHOR
-def test_each_update_is_aligned_to_its_anchor_and_inputs_stay(anchor: str) -> None:
+def test_each_update_is_aligned_to_its_anchor_and_inputs_stay(anchor):
     """To the broadcast model, or to the weighted mean of the aligned updates before
     it.
     """
@@ -120,7 +120,7 @@ def test_each_update_is_aligned_to_its_anchor_and_inputs_stay(anchor: str) -> No
 
 
 @ANCHOR
-def test_updates_are_read_lazily_and_a_bad_one_is_refused(anchor: str) -> None:
+def test_updates_are_read_lazily_and_a_bad_one_is_refused(anchor):
     clients = _clients()
     read = []
     clients[3][0]["bert.encoder.layer.0.intermediate.dense.weight"][0, 0] = float("nan")
@@ -139,7 +139,7 @@ def test_updates_are_read_lazily_and_a_bad_one_is_refused(anchor: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_embeddings_tell_one_base_from_another(name: str) -> None:
+def test_embeddings_tell_one_base_from_another(name):
     base = state_of(name)
 
     def cosine(state: State, to: State = base) -> float:
@@ -172,8 +172,8 @@ def test_embeddings_tell_one_base_from_another(name: str) -> None:
     ],
 )
 def test_the_cosine_is_that_of_the_matrices_of_the_stream(
-    ours: Any, theirs: Any, compared: int, monkeypatch: Any
-) -> None:
+    ours, theirs, compared, monkeypatch
+):
     """In any precision; of large ones, rows at even distances are compared."""
     monkeypatch.setattr(anchors, "_COMPARED", compared)
     one = state_of(NAME, dtype=ours)
@@ -189,7 +189,7 @@ def test_the_cosine_is_that_of_the_matrices_of_the_stream(
     assert base_cosine(other, one, SYMMETRY) == pytest.approx(expected, abs=1e-5)
 
 
-def test_where_nothing_can_be_compared_all_bases_are_one() -> None:
+def test_where_nothing_can_be_compared_all_bases_are_one():
     for name in BARE:
         symmetry = symmetry_of(config_of(name), state_of(name))
         assert base_cosine(state_of(name, 5), state_of(name), symmetry) == 1
@@ -200,8 +200,8 @@ def test_where_nothing_can_be_compared_all_bases_are_one() -> None:
 
 @ANCHOR
 def test_other_basis_updates_are_aligned_by_their_own_options_and_evidence(
-    anchor: str,
-) -> None:
+    anchor,
+):
     """Evidence is asked for only where the residual stream is matched; empty one
     changes nothing.
     """
@@ -239,7 +239,7 @@ def test_other_basis_updates_are_aligned_by_their_own_options_and_evidence(
     assert min(asked) > 0.9
 
 
-def test_evidence_decides_what_weights_leave_open() -> None:
+def test_evidence_decides_what_weights_leave_open():
     """Activations of both models, handed on as they were given: the oracle is ``align``
     itself.
     """
@@ -271,7 +271,7 @@ def test_evidence_decides_what_weights_leave_open() -> None:
 
 
 @ANCHOR
-def test_clients_that_trained_far_from_one_start_share_a_basis(anchor: str) -> None:
+def test_clients_that_trained_far_from_one_start_share_a_basis(anchor):
     """Their cosine with the broadcast model is above the limit; that with each other is
     not.
     """
@@ -283,7 +283,7 @@ def test_clients_that_trained_far_from_one_start_share_a_basis(anchor: str) -> N
     assert [_parts(result) for result in results] == [DEFAULT, DEFAULT]
 
 
-def test_the_running_anchor_moves_by_the_share_of_each_update(monkeypatch: Any) -> None:
+def test_the_running_anchor_moves_by_the_share_of_each_update(monkeypatch):
     """Bounds on its neurons shrink by as much."""
     shares = []
     move = Anchor.towards_last
@@ -297,7 +297,7 @@ def test_the_running_anchor_moves_by_the_share_of_each_update(monkeypatch: Any) 
     assert shares == pytest.approx([1.0, 0.75, 0.5])
 
 
-def test_an_anchor_forgets_whom_it_was_not_moved_towards() -> None:
+def test_an_anchor_forgets_whom_it_was_not_moved_towards():
     """An update is aligned to it and dropped; the next one is aligned to the broadcast
     model.
     """

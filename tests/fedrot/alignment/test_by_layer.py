@@ -71,7 +71,7 @@ def size_of(part: Symmetry) -> int:
 
 
 @pytest.fixture(autouse=True)
-def a_piece_per_layer(monkeypatch: Any) -> None:
+def a_piece_per_layer(monkeypatch):
     """Layers as small as these would be stacked to one piece."""
     monkeypatch.setattr(by_layer, "STACKED", 0)
 
@@ -94,7 +94,7 @@ def with_groups(parts: Iterable[Symmetry]) -> list[Symmetry]:
 
 @pytest.mark.parametrize("which", MORE)
 @pytest.mark.parametrize("family", KINDS)
-def test_parts_share_nothing_and_leave_nothing_out(family: str, which: str) -> None:
+def test_parts_share_nothing_and_leave_nothing_out(family, which):
     symmetry = symmetry_for(family)
     options = movable_options(MORE[which], family)
     parts = parts_of(symmetry, options)
@@ -111,9 +111,7 @@ def test_parts_share_nothing_and_leave_nothing_out(family: str, which: str) -> N
         assert part.select(options.parts, layers) == part.groups
 
 
-def test_a_layer_is_a_part_and_packets_are_no_larger_unless_a_single_tensor_is() -> (
-    None
-):
+def test_a_layer_is_a_part_and_packets_are_no_larger_unless_a_single_tensor_is():
     """Of eight layers one moves; all others come in packets, and large embeddings come
     alone.
     """
@@ -158,9 +156,7 @@ FAMILIES = ("bert", "gpt2", "llama", "t5", "albert", "clip")
         for step in range(3)
     ],
 )
-def test_the_parts_together_are_the_whole(
-    family: str, which: str, where: str, monkeypatch: Any
-) -> None:
+def test_the_parts_together_are_the_whole(family, which, where, monkeypatch):
     """On the CPU, what does not move is not copied."""
     # More passes add up more rounding, which differs between the two ways.
     monkeypatch.setattr(descent, "SWEEPS", 2)
@@ -195,7 +191,7 @@ def test_the_parts_together_are_the_whole(
 
 
 @pytest.mark.parametrize(("more", "stacked"), [(0, [2, 2, 2, 2]), (-1, [1] * 8)])
-def test_small_layers_are_stacked(more: int, stacked: Any, monkeypatch: Any) -> None:
+def test_small_layers_are_stacked(more, stacked, monkeypatch):
     symmetry = llama(8)
     size = sizes_of(with_groups(parts_of(symmetry)))[0]
     monkeypatch.setattr(by_layer, "STACKED", 2 * size + more)
@@ -204,7 +200,7 @@ def test_small_layers_are_stacked(more: int, stacked: Any, monkeypatch: Any) -> 
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_a_mean_folded_by_layer_is_that_of_a_round(where: str) -> None:
+def test_a_mean_folded_by_layer_is_that_of_a_round(where):
     """With the running mean as anchor, which lies on the device already."""
     symmetry = symmetry_for("llama")
     broadcast, client = beside("llama", 0.5)
@@ -234,8 +230,8 @@ def test_a_mean_folded_by_layer_is_that_of_a_round(where: str) -> None:
 
 @pytest.mark.parametrize("where", PLACES)
 def test_statistics_of_what_moves_move_with_it_whatever_comes_beside_them(
-    where: str,
-) -> None:
+    where,
+):
     """Rows of a feed-forward that a client has not trained change places; what else it
     sends stays.
     """
@@ -268,7 +264,7 @@ def test_statistics_of_what_moves_move_with_it_whatever_comes_beside_them(
 
 
 @pytest.mark.parametrize("which", ["update", "anchor"])
-def test_a_wrong_last_tensor_is_refused_before_the_first_part(which: str) -> None:
+def test_a_wrong_last_tensor_is_refused_before_the_first_part(which):
     anchor, client = beside("llama", 0.5)
     states = {"update": client, "anchor": anchor}
     name = next(reversed(client))
@@ -301,7 +297,7 @@ HELD = 14
 
 
 @pytest.mark.parametrize("drift", [0.01, 1.0])
-def test_the_device_holds_two_layers_and_the_mean(drift: float) -> None:
+def test_the_device_holds_two_layers_and_the_mean(drift):
     """However many layers there are: the one that is being aligned, and the next
     one.
     """
@@ -344,9 +340,7 @@ class AtOnce(Executor):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_pinned_memory_is_not_filled_again_before_it_was_sent(
-    dtype: Any, monkeypatch: Any
-) -> None:
+def test_pinned_memory_is_not_filled_again_before_it_was_sent(dtype, monkeypatch):
     """There are two buffers for many parts; they are filled early, and copies are made
     late.
     """
@@ -362,7 +356,7 @@ def test_pinned_memory_is_not_filled_again_before_it_was_sent(
     assert largest_difference(moved, wanted) <= torch.finfo(dtype).eps
 
 
-def test_leaving_early_ends_the_copies() -> None:
+def test_leaving_early_ends_the_copies():
     symmetry = llama(5)
     anchor, client = (random(symmetry, seed) for seed in (0, 1))
     with Pretend() as device:
@@ -375,7 +369,7 @@ def test_leaving_early_ends_the_copies() -> None:
         assert device.held == 0
 
 
-def test_a_device_that_does_not_exist_is_refused() -> None:
+def test_a_device_that_does_not_exist_is_refused():
     assert checked_device("cpu") == CPU
     with pytest.raises(FedrotError, match="'nowhere'"):
         checked_device("nowhere")

@@ -79,7 +79,7 @@ def line(
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_noise_is_averaged_as_it_is(count: int) -> None:
+def test_noise_is_averaged_as_it_is(count):
     updates = trained(BASE, count)
     before = copy.deepcopy([BASE, *updates])
     found = diagnosis(BASE, updates)
@@ -108,7 +108,7 @@ def test_noise_is_averaged_as_it_is(count: int) -> None:
     assert [row["found"] for row in read["base"]] == [row.found for row in found.base]
 
 
-def test_clients_that_turned_against_each_other_are_named() -> None:
+def test_clients_that_turned_against_each_other_are_named():
     found = diagnosis(BASE, turned(BASE))
     assert found.choice == ALIGNED
     for lines in (found.clients, found.base):
@@ -123,7 +123,7 @@ def test_clients_that_turned_against_each_other_are_named() -> None:
     assert f"{6 * LAYERS} of {6 * LAYERS} groups exceed 1.5 times" in str(found)
 
 
-def test_towards_the_base_gain_a_first_client_and_clients_that_agree() -> None:
+def test_towards_the_base_gain_a_first_client_and_clients_that_agree():
     first = [*turned(BASE, count=1), *trained(BASE)[1:]]
     # All clients moved by one element: their mean needs no alignment, but the base's
     # coordinates do.
@@ -135,7 +135,7 @@ def test_towards_the_base_gain_a_first_client_and_clients_that_agree() -> None:
         assert (summed(found.clients).beyond == 0) == (updates is first)
 
 
-def test_an_update_from_another_basis_is_matched_as_a_whole() -> None:
+def test_an_update_from_another_basis_is_matched_as_a_whole():
     (moved,) = turned(BASE, WHOLE_MODEL, count=1)
     found = diagnosis(BASE, [*trained(BASE, 2), moved])
     assert found.choice == WHOLE
@@ -152,7 +152,7 @@ def test_an_update_from_another_basis_is_matched_as_a_whole() -> None:
     )
 
 
-def test_unrelated_models_lose_no_more_than_chance() -> None:
+def test_unrelated_models_lose_no_more_than_chance():
     found = diagnosis(BASE, [state_of(NAME, seed) for seed in (5, 6, 7)])
     assert found.choice == WHOLE
     together = summed(found.whole, TOGETHER)
@@ -161,7 +161,7 @@ def test_unrelated_models_lose_no_more_than_chance() -> None:
     assert together.ratio == pytest.approx(1, abs=0.1)
 
 
-def test_clients_are_compared_with_each_other_if_the_base_is_the_wrong_one() -> None:
+def test_clients_are_compared_with_each_other_if_the_base_is_the_wrong_one():
     for updates, expected in ((trained(BASE), PLAIN), (turned(BASE), ALIGNED)):
         found = diagnosis(state_of(NAME, 9), updates)
         assert found.choice == expected
@@ -190,7 +190,7 @@ def test_clients_are_compared_with_each_other_if_the_base_is_the_wrong_one() -> 
         ([], PLAIN),
     ],
 )
-def test_the_rule(clients: Any, expected: str) -> None:
+def test_the_rule(clients, expected):
     lines = tuple(clients)
     assert (
         Diagnosis((), lines, (), ()).choice
@@ -200,7 +200,7 @@ def test_the_rule(clients: Any, expected: str) -> None:
     assert Diagnosis((), lines, (), (line(0.0, None),)).choice == WHOLE
 
 
-def test_the_sentence_shows_the_evidence_that_decides() -> None:
+def test_the_sentence_shows_the_evidence_that_decides():
     found = Diagnosis(
         (0.9, 0.9), (line(3.5, 6.1),), (line(12.7, 6.1, moved=9, beyond=9),), ()
     )
@@ -221,7 +221,7 @@ def rows_of(update: State, client: int, **options: Any) -> list[Settings]:
     return [{"round": 1, "client": client, **row} for row in report.rows()]
 
 
-def test_rows_of_a_run_give_the_same_evidence() -> None:
+def test_rows_of_a_run_give_the_same_evidence():
     update = turned(BASE, count=1)[0]
     rows = rows_of(update, 3)
     found = diagnosis_of(rows)
@@ -236,7 +236,7 @@ def test_rows_of_a_run_give_the_same_evidence() -> None:
     assert "chance is not known" in str(found)
 
 
-def test_a_run_that_moves_everything_is_not_taken_for_evidence() -> None:
+def test_a_run_that_moves_everything_is_not_taken_for_evidence():
     rows = rows_of(near(BASE, 0.02), 3, chance=0)
     assert sum(row["moved"] > 0 for row in rows) == 2 * LAYERS
     assert diagnosis_of(rows).choice == PLAIN
@@ -245,7 +245,7 @@ def test_a_run_that_moves_everything_is_not_taken_for_evidence() -> None:
 # What is refused
 
 
-def test_what_cannot_be_diagnosed_is_refused() -> None:
+def test_what_cannot_be_diagnosed_is_refused():
     with pytest.raises(FedrotError, match="no updates to diagnose"):
         diagnosis(BASE, [])
     with pytest.raises(UpdateError, match="missing"):

@@ -52,7 +52,7 @@ def _learn(batches: Any = None, factor: float = 1.0, **given: Any) -> Any:
     ), start
 
 
-def test_the_function_stays_and_the_loss_falls() -> None:
+def test_the_function_stays_and_the_loss_falls():
     update = state_of(NAME, 4)
     found, start = _learn(_batches(1), steps=40)
     moved = found.alignment.apply(update)
@@ -62,7 +62,7 @@ def test_the_function_stays_and_the_loss_falls() -> None:
     assert sum(found.losses[-10:]) < sum(found.losses[:10])
 
 
-def test_what_has_no_gradient_keeps_its_elements() -> None:
+def test_what_has_no_gradient_keeps_its_elements():
     """Here the residual stream is permuted, as the neurons are."""
     found, start = _learn()
     before, after = (
@@ -75,7 +75,7 @@ def test_what_has_no_gradient_keeps_its_elements() -> None:
         )
 
 
-def test_without_steps_the_start_is_returned() -> None:
+def test_without_steps_the_start_is_returned():
     update = state_of(NAME, 4)
     found, start = _learn([], steps=0)
     assert found.losses == ()
@@ -95,6 +95,6 @@ def test_without_steps_the_start_is_returned() -> None:
         ({"factor": float("nan")}, "at step 1"),
     ],
 )
-def test_what_cannot_be_learned_is_refused(given: Any, word: str) -> None:
+def test_what_cannot_be_learned_is_refused(given, word):
     with pytest.raises(FedrotError, match=word):
         _learn(**given)

@@ -98,9 +98,7 @@ MOMENTS = {
 
 @pytest.mark.parametrize("how", MOMENTS)
 @pytest.mark.parametrize("name", FEW)
-def test_moments_of_heads_and_units_are_those_of_the_oracle(
-    name: str, how: Any
-) -> None:
+def test_moments_of_heads_and_units_are_those_of_the_oracle(name, how):
     """Neurons after their activation, hidden units of the head where they are read;
     padding apart.
     """
@@ -138,9 +136,7 @@ def test_moments_of_heads_and_units_are_those_of_the_oracle(
 
 @pytest.mark.parametrize("residual", RESIDUAL_SITES)
 @pytest.mark.parametrize("name", FEW)
-def test_the_residual_stream_is_seen_where_it_was_asked_for(
-    name: str, residual: str
-) -> None:
+def test_the_residual_stream_is_seen_where_it_was_asked_for(name, residual):
     """Queries, keys and values read one tensor, which counts once."""
     models = pair_of(name)
     symmetry = symmetry_for(name)
@@ -161,7 +157,7 @@ def test_the_residual_stream_is_seen_where_it_was_asked_for(
 
 
 @pytest.mark.parametrize("name", ["albert", "deberta-v3"])
-def test_activations_of_every_call_count(name: str) -> None:
+def test_activations_of_every_call_count(name):
     """ALBERT's layers run once for each layer; queries of DeBERTa read positions,
     too.
     """
@@ -195,7 +191,7 @@ OTHER = fresh_model("distilbert-classifier")
         ({"client": state_of(BERT)}, "not a torch module"),
     ],
 )
-def test_what_gives_no_activations_is_refused(given: Any, message: str) -> None:
+def test_what_gives_no_activations_is_refused(given, message):
     anchor, client = pair_of(BERT)
     usual = {
         "anchor": anchor,
@@ -208,7 +204,7 @@ def test_what_gives_no_activations_is_refused(given: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(("place", "which"), [(0, "anchor"), (1, "client")])
-def test_activations_that_overflow_are_refused(place: int, which: str) -> None:
+def test_activations_that_overflow_are_refused(place, which):
     models = pair_of(BERT)
     with torch.no_grad():
         models[place].bert.encoder.layer[0].intermediate.dense.weight.mul_(1e30)
@@ -218,7 +214,7 @@ def test_activations_that_overflow_are_refused(place: int, which: str) -> None:
         collect_activations(*models, PADDED, symmetry_for(BERT))
 
 
-def test_a_rotated_stream_needs_canonical_tensors() -> None:
+def test_a_rotated_stream_needs_canonical_tensors():
     name = "llama"
     model = families.model_of(name)
     symmetry = families.symmetry_for(name)
@@ -245,7 +241,7 @@ def seen_of(name: str, anchor: State, client: State, rows: int = 256) -> Activat
         "electra-wide-tokens",
     ],
 )
-def test_activations_bring_a_random_element_back(name: str, weight: float) -> None:
+def test_activations_bring_a_random_element_back(name, weight):
     """With weight 1 they do it alone: the client's weights are noise."""
     state = state_of(name)
     symmetry = symmetry_for(name)
@@ -263,9 +259,7 @@ def test_activations_bring_a_random_element_back(name: str, weight: float) -> No
 
 
 @pytest.mark.parametrize(("weight", "times"), [(0.2, 0.25), (0.5, 1.0), (0.8, 4.0)])
-def test_activations_count_in_proportion_to_the_weights(
-    weight: float, times: float
-) -> None:
+def test_activations_count_in_proportion_to_the_weights(weight, times):
     """``w / (1 - w)`` times the weights' similarity, whose size is that of the two
     models' blocks.
     """
@@ -285,8 +279,8 @@ def test_activations_count_in_proportion_to_the_weights(
 
 @pytest.mark.parametrize("weight", [0.5, 1.0])
 def test_rotations_found_with_activations_report_the_weights_distance(
-    weight: float,
-) -> None:
+    weight,
+):
     """What activations gain is not distance: a rotation may even lead away from the
     anchor's weights.
     """
@@ -305,7 +299,7 @@ def test_rotations_found_with_activations_report_the_weights_distance(
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_a_weight_of_zero_is_no_activations_at_all(name: str) -> None:
+def test_a_weight_of_zero_is_no_activations_at_all(name):
     anchor, update, symmetry = state_of(name), state_of(name, 5), symmetry_for(name)
     seen = seen_of(name, anchor, update, 64)
     options = AlignmentOptions(activation_weight=0, parts=EVERYTHING, chance=0)
@@ -330,7 +324,7 @@ def test_a_weight_of_zero_is_no_activations_at_all(name: str) -> None:
         (BERT, "correlation", ("output", "residual", "ffn")),
     ],
 )
-def test_moments_move_with_the_client(name: str, heads: Any, parts: Any) -> None:
+def test_moments_move_with_the_client(name, heads, parts):
     """Moments after the move are the moved moments; correlations are not rotated."""
     symmetry = symmetry_for(name)
     anchor, client = pair_of(name)

@@ -140,7 +140,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_fisher_is_the_expectation_over_the_models_own_labels(name: str) -> None:
+def test_fisher_is_the_expectation_over_the_models_own_labels(name):
     build, batch, likelihoods = EXACT[name]
     model = build()
     expected = brute_force(model, batch, likelihoods)
@@ -199,8 +199,8 @@ EMPIRICAL = {
 
 @pytest.mark.parametrize("name", EMPIRICAL)
 def test_the_empirical_fisher_squares_the_gradients_of_the_models_own_loss(
-    name: str,
-) -> None:
+    name,
+):
     """The loss of transformers is a mean over labels, and a squared error without the
     half.
     """
@@ -247,11 +247,11 @@ def outcomes(
     assert counts[~common].sum() <= 3 * expected[~common].sum() + 5
 
 
-def test_many_labels_are_sampled_from_the_model() -> None:
+def test_many_labels_are_sampled_from_the_model():
     outcomes(tiny(9), batch_of(1, rows=1), "classifier.bias", one_label, 150)
 
 
-def test_many_labels_at_once_are_sampled_from_the_model() -> None:
+def test_many_labels_at_once_are_sampled_from_the_model():
     """The gradient of a label's bias is ``1 - p`` for a label that is on, ``-p`` for
     one that is off.
     """
@@ -269,7 +269,7 @@ def test_many_labels_at_once_are_sampled_from_the_model() -> None:
     assert bool((apart <= 4 * (p * (1 - p) / 100).sqrt()).all())
 
 
-def test_tokens_are_labelled_by_samples_of_the_model_except_for_padding() -> None:
+def test_tokens_are_labelled_by_samples_of_the_model_except_for_padding():
     row = {
         "input_ids": torch.tensor([[5, 9, 23, 11]]),
         "attention_mask": torch.tensor([[1, 1, 1, 0]]),
@@ -284,7 +284,7 @@ def test_tokens_are_labelled_by_samples_of_the_model_except_for_padding() -> Non
     outcomes(model, row, "classifier.weight", terms, 120)
 
 
-def test_the_mask_of_a_decoder_is_its_own() -> None:
+def test_the_mask_of_a_decoder_is_its_own():
     text, answer = (
         batch_of(seed, 2, length, seed, VOCABULARY) for seed, length in ((1, 6), (2, 4))
     )
@@ -301,7 +301,7 @@ def test_the_mask_of_a_decoder_is_its_own() -> None:
     assert all(value.any() for key, value in some.items() if "wo" in key)
 
 
-def test_samples_depend_on_the_seed_alone() -> None:
+def test_samples_depend_on_the_seed_alone():
     model = tiny(9)
     batch = batch_of(1)
     state = torch.get_rng_state()
@@ -316,7 +316,7 @@ def test_samples_depend_on_the_seed_alone() -> None:
 # What else collect_fisher promises
 
 
-def test_only_trained_parameters_have_information_and_gradients_stay() -> None:
+def test_only_trained_parameters_have_information_and_gradients_stay():
     model = tiny(3)
     model.spare = nn.Linear(2, 2).double()
     model.bert.embeddings.requires_grad_(False)
@@ -337,7 +337,7 @@ def test_only_trained_parameters_have_information_and_gradients_stay() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 4])
-def test_no_more_rows_are_used_than_asked_for(most: int) -> None:
+def test_no_more_rows_are_used_than_asked_for(most):
     model = tiny(3)
     every = [batch_of(seed) for seed in range(3)]
     batches = iter(every)
@@ -350,7 +350,7 @@ def test_no_more_rows_are_used_than_asked_for(most: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_fisher_of_other_precisions_is_float32(dtype: Any) -> None:
+def test_fisher_of_other_precisions_is_float32(dtype):
     """float16 holds nothing below 6e-8: squares of small gradients must not all become
     zero.
     """
@@ -380,8 +380,6 @@ ONE = [batch_of(1)]
         (tiny(3).requires_grad_(False), ONE, {}, "requires_grad is false for all"),
     ],
 )
-def test_what_cannot_be_computed_is_refused(
-    model: Any, batches: Any, options: Any, word: str
-) -> None:
+def test_what_cannot_be_computed_is_refused(model, batches, options, word):
     with pytest.raises(FedrotError, match=word):
         collect_fisher(model, batches, **options)

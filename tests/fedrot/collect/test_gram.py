@@ -100,7 +100,7 @@ TWO = [batch_of(1), batch_of(2, rows=2, length=5, padding=1)]
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_statistics_of_every_layer_are_sums_over_tokens(name: str) -> None:
+def test_statistics_of_every_layer_are_sums_over_tokens(name):
     found = check(ENCODERS[name]().double(), TWO)
     assert ("gram_conv1d" in found) == ("gpt2" in name)
     if "mlm" in name:
@@ -124,7 +124,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_statistics_of_other_models_are_sums_over_tokens(name: str) -> None:
+def test_statistics_of_other_models_are_sums_over_tokens(name):
     build, batch = OTHERS[name]
     check(build(), [batch()])
 
@@ -141,9 +141,7 @@ def two_texts(length: int, masked: bool = True) -> State:
 
 @pytest.mark.parametrize("name", ["t5-gated", "bart"])
 @pytest.mark.parametrize(("length", "masked"), [(6, True), (6, False), (5, True)])
-def test_a_decoder_reads_its_own_tokens_and_those_of_the_encoder(
-    name: str, length: int, masked: bool
-) -> None:
+def test_a_decoder_reads_its_own_tokens_and_those_of_the_encoder(name, length, masked):
     """Also where both texts are as long, so that a mask fits either."""
     found = check(model_of(name), [two_texts(length, masked)], of_encoder_and_decoder)[
         "gram"
@@ -151,7 +149,7 @@ def test_a_decoder_reads_its_own_tokens_and_those_of_the_encoder(
     assert any("decoder" in key for key in found)
 
 
-def test_a_decoder_reads_the_text_through_a_projection_too() -> None:
+def test_a_decoder_reads_the_text_through_a_projection_too():
     """The encoder is narrower than the decoder."""
     sizes = {
         "vocab_size": 60,
@@ -174,7 +172,7 @@ def test_a_decoder_reads_the_text_through_a_projection_too() -> None:
         assert near(found[f"{name}.weight"], rows.mT @ rows / len(rows)), name
 
 
-def test_an_encoders_output_may_be_given() -> None:
+def test_an_encoders_output_may_be_given():
     model = model_of("t5-gated").eval()
     batch = two_texts(6)
     with torch.no_grad():
@@ -183,7 +181,7 @@ def test_an_encoders_output_may_be_given() -> None:
     check(model, [{**given, "encoder_outputs": encoded}], of_encoder_and_decoder)
 
 
-def test_images_beside_texts_have_no_padding() -> None:
+def test_images_beside_texts_have_no_padding():
     """Although the text is as long as the patches of an image and one."""
     batch = {
         **few_words(5, 3, 5, 2),
@@ -194,9 +192,7 @@ def test_images_beside_texts_have_no_padding() -> None:
 
 @pytest.mark.parametrize("name", ["t5-gated", "bart"])
 @pytest.mark.parametrize("embedded", [False, True])
-def test_labels_become_a_decoders_inputs_only_if_it_has_none(
-    name: str, embedded: bool
-) -> None:
+def test_labels_become_a_decoders_inputs_only_if_it_has_none(name, embedded):
     """The usual batch of sequence-to-sequence training has no inputs of the decoder."""
     model = model_of(name)
     given = few_words(2, 2, 6, 3)
@@ -269,9 +265,7 @@ def ways(*how: str) -> list[Any]:
         (("in place", "in place"), False),
     ],
 )
-def test_layers_share_a_matrix_only_if_they_read_the_same_in_every_call(
-    how: Any, shared: bool
-) -> None:
+def test_layers_share_a_matrix_only_if_they_read_the_same_in_every_call(how, shared):
     found = check(Paths(), ways(*how))["gram"]
     assert found.keys() == {
         f"{name}.weight" for name in ("left", "right", "last", "again")
@@ -282,15 +276,15 @@ def test_layers_share_a_matrix_only_if_they_read_the_same_in_every_call(
 
 @pytest.mark.parametrize("second", ["apart", "skip", "twice"])
 def test_inputs_that_are_shared_in_the_first_batch_and_not_later_are_refused(
-    second: str,
-) -> None:
+    second,
+):
     with pytest.raises(
         FedrotError, match=r"right\.weight.*left\.weight.*in some batches only"
     ):
         collect_gram(Paths(), ways("", second))
 
 
-def test_no_token_to_read_gives_zeros() -> None:
+def test_no_token_to_read_gives_zeros():
     batch = batch_of(1)
     batch["attention_mask"] = torch.zeros_like(batch["attention_mask"])
     found = collect_gram(fresh_model("bert-classifier"), [batch])["gram"]
@@ -298,7 +292,7 @@ def test_no_token_to_read_gives_zeros() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_no_more_batches_are_read_than_asked_for(most: int) -> None:
+def test_no_more_batches_are_read_than_asked_for(most):
     taken = []
 
     def batches() -> Iterator[Batch]:
@@ -316,7 +310,7 @@ def test_no_more_batches_are_read_than_asked_for(most: int) -> None:
     ("model", "batches", "most"),
     [(Paths, [], None), (Paths, ways(""), 0), (nn.Identity, [{}], None)],
 )
-def test_nothing_to_read_is_refused(model: Any, batches: Any, most: Any) -> None:
+def test_nothing_to_read_is_refused(model, batches, most):
     given = [{"input": torch.ones(1, 2)}] if batches == [{}] else batches
     with pytest.raises(FedrotError, match=r"batch.*Linear"):
         collect_gram(model(), given, max_batches=most)

@@ -54,7 +54,7 @@ def facts(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("collector", COLLECTORS)
-def test_a_model_is_left_as_it_was(collector: str) -> None:
+def test_a_model_is_left_as_it_was(collector):
     """Modes, hooks, weights and gradients; dropout is off while statistics are
     collected.
     """

@@ -71,8 +71,8 @@ def batch_for(model: Any, rows: int = 4, **options: Any) -> State:
 
 @pytest.mark.parametrize("name", [*IMAGES, "gpt2-classifier, unpadded"])
 def test_models_of_images_and_of_one_row_run_on_what_is_drawn_for_them(
-    name: str,
-) -> None:
+    name,
+):
     model = built(name)
     change = output_change(model, model.config, Symmetry(name, 1, (), {}), ())
     assert change(lambda group: True) == 0
@@ -89,7 +89,7 @@ def answer(model: Any, batch: State) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", [n for n in READS_TEXT if "unpadded" not in n])
-def test_every_token_counts(name: str) -> None:
+def test_every_token_counts(name):
     """A model that looked at the first token only would hide what heads do."""
     model = built(name)
     batch = batch_for(model)
@@ -109,7 +109,7 @@ def test_every_token_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READS_TEXT)
-def test_texts_end_where_the_model_looks(name: str) -> None:
+def test_texts_end_where_the_model_looks(name):
     settings = built(name).config.to_dict()
     text = settings.get("text_config") or settings
     end = LAST if name == "clip, first" else text["eos_token_id"]
@@ -137,7 +137,7 @@ def drawn(settings: Settings, *given: Any, **options: Any) -> list[State]:
     return list(random_inputs(settings, *given, **options))
 
 
-def test_images_are_standard_normal() -> None:
+def test_images_are_standard_normal():
     pixels = torch.cat(
         [b["pixel_values"] for b in drawn({"image_size": 16, "patch_size": 4}, 200)]
     )
@@ -146,7 +146,7 @@ def test_images_are_standard_normal() -> None:
     assert float(pixels.std()) == pytest.approx(1, abs=0.02)
 
 
-def test_the_same_seed_gives_the_same_inputs() -> None:
+def test_the_same_seed_gives_the_same_inputs():
     one, again, other = (
         drawn({"vocab_size": 11}, 10, batch_size=4, seed=seed) for seed in (1, 1, 2)
     )
@@ -157,7 +157,7 @@ def test_the_same_seed_gives_the_same_inputs() -> None:
 
 
 @pytest.mark.parametrize("special", [[], [0, 4, 9]])
-def test_all_other_words_are_drawn_evenly(special: Any) -> None:
+def test_all_other_words_are_drawn_evenly(special):
     settings = {"vocab_size": 11}
     settings |= {"eos_token_id": [4, 9], "pad_token_id": 0} if special else {}
     ids = torch.cat([batch["input_ids"][:, :-1] for batch in drawn(settings, 4000)])
@@ -171,7 +171,7 @@ def test_all_other_words_are_drawn_evenly(special: Any) -> None:
 
 
 @pytest.mark.parametrize("end", [None, 60, -1, [], [61, 62]])
-def test_an_end_that_is_no_word_is_ignored(end: Any) -> None:
+def test_an_end_that_is_no_word_is_ignored(end):
     (plain,) = drawn({"vocab_size": 60}, 8, seed=3)
     (found,) = drawn(
         {"vocab_size": 60, "eos_token_id": end, "pad_token_id": 0}, 8, seed=3
@@ -199,9 +199,7 @@ def test_an_end_that_is_no_word_is_ignored(end: Any) -> None:
         ({"vision_config": {"image_size": 8}}, {"pixel_values": (3, 3, 8, 8)}),
     ],
 )
-def test_shapes_are_those_that_the_configuration_allows(
-    settings: Any, shapes: Any
-) -> None:
+def test_shapes_are_those_that_the_configuration_allows(settings, shapes):
     (batch,) = drawn(settings, 3)
     assert {
         k: tuple(v.shape) for k, v in batch.items() if k != "attention_mask"
@@ -229,8 +227,8 @@ def test_shapes_are_those_that_the_configuration_allows(
     ],
 )
 def test_images_are_as_many_as_have_the_tokens_of_the_texts(
-    settings: Any, key: str, total: int, first: int
-) -> None:
+    settings, key, total, first
+):
     sizes = [len(batch[key]) for batch in drawn(settings)]
     assert (sum(sizes), sizes[0]) == (total, first)
 
@@ -239,7 +237,7 @@ def test_images_are_as_many_as_have_the_tokens_of_the_texts(
     "settings", [{}, {"model_type": "wav2vec2"}, {"text_config": None}]
 )
 def test_what_reads_neither_words_nor_images_is_refused(
-    settings: Any,
-) -> None:
+    settings,
+):
     with pytest.raises(SymmetryError, match="'vocab_size' nor"):
         drawn(settings)

@@ -118,7 +118,7 @@ CASES = {
 EVERY = pytest.mark.parametrize("kind", CASES)
 
 
-def test_every_kind_has_a_case() -> None:
+def test_every_kind_has_a_case():
     assert CASES.keys() == STATISTIC_KINDS.keys()
     for name, case in CASES.items():
         kind = kind_named(name)
@@ -128,7 +128,7 @@ def test_every_kind_has_a_case() -> None:
 
 
 @EVERY
-def test_good_values_are_taken(kind: str) -> None:
+def test_good_values_are_taken(kind):
     for value in CASES[kind].good:
         check_statistics({kind: {"w": value}}, {"w": CASES[kind].shape})
 
@@ -137,14 +137,14 @@ def test_good_values_are_taken(kind: str) -> None:
     ("kind", "what"),
     [(kind, what) for kind, case in CASES.items() for what in case.bad],
 )
-def test_bad_values_are_refused_by_kind_and_tensor(kind: str, what: str) -> None:
+def test_bad_values_are_refused_by_kind_and_tensor(kind, what):
     value, word = CASES[kind].bad[what]
     with pytest.raises(UpdateError, match=f"{kind} .*'w' .*{word}"):
         check_statistics({kind: {"w": value}}, {"w": CASES[kind].shape})
 
 
 @EVERY
-def test_tensors_of_another_shape_and_unknown_ones_are_refused(kind: str) -> None:
+def test_tensors_of_another_shape_and_unknown_ones_are_refused(kind):
     """One object for two layers is checked against both."""
     value = CASES[kind].good[-1]
     shape = CASES[kind].shape
@@ -163,7 +163,7 @@ def test_tensors_of_another_shape_and_unknown_ones_are_refused(kind: str) -> Non
             check_statistics({kind: {"w": value}}, {"w": (IN,)})
 
 
-def test_an_unknown_kind_is_refused_at_every_door() -> None:
+def test_an_unknown_kind_is_refused_at_every_door():
     given = {"hessian": {"fc": BIAS}}
     for refuse in (
         lambda: kind_named("hessian"),
@@ -175,7 +175,7 @@ def test_an_unknown_kind_is_refused_at_every_door() -> None:
             refuse()
 
 
-def test_matrices_of_either_orientation_count_as_one_kind() -> None:
+def test_matrices_of_either_orientation_count_as_one_kind():
     for sent, asked in product(INPUT_AXIS, repeat=2):
         assert brings({sent: {"w": EYE}}, asked)
         assert not brings({sent: {}, "fisher": {"w": ONES}}, asked)
@@ -204,7 +204,7 @@ def collected(name: str, state: State) -> dict[str, State]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_gram_matrices_follow_a_random_element_of_all_parts(name: str) -> None:
+def test_gram_matrices_follow_a_random_element_of_all_parts(name):
     state = state_of(name)
     alignment = random_alignment(name)
     before, after = (collected(name, s) for s in (state, alignment.apply(state)))
@@ -246,7 +246,7 @@ def squares_of(name: str, state: State) -> State:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_squares_of_gradients_follow_what_does_not_rotate(name: str) -> None:
+def test_squares_of_gradients_follow_what_does_not_rotate(name):
     state = state_of(name)
     alignment = random_alignment(name, rotating=False)
     before, after = (squares_of(name, s) for s in (state, alignment.apply(state)))
@@ -265,7 +265,7 @@ def test_squares_of_gradients_follow_what_does_not_rotate(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_masks_follow_the_rows_they_mark(name: str) -> None:
+def test_masks_follow_the_rows_they_mark(name):
     """Rows set to zero where nothing was trained are zero in the moved model where its
     mask says so.
     """
@@ -293,7 +293,7 @@ def test_masks_follow_the_rows_they_mark(name: str) -> None:
 LAYER = "bert.encoder.layer.0.attention"
 
 
-def test_masks_of_all_rows_or_none_pass_a_rotation_and_others_do_not() -> None:
+def test_masks_of_all_rows_or_none_pass_a_rotation_and_others_do_not():
     alignment = random_alignment("bert", rotating=True)
 
     def moved(name: str, mask: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ def test_masks_of_all_rows_or_none_pass_a_rotation_and_others_do_not() -> None:
     assert moved("output.dense", some) is some
 
 
-def test_shared_matrices_stay_shared_and_one_object_moves_as_each_name_does() -> None:
+def test_shared_matrices_stay_shared_and_one_object_moves_as_each_name_does():
     """The caller may pass one object for layers whose inputs do not move alike. Several
     kinds travel together, in their dtypes.
     """
@@ -342,8 +342,8 @@ def test_shared_matrices_stay_shared_and_one_object_moves_as_each_name_does() ->
 
 @EVERY
 def test_kinds_are_collected_with_and_without_their_limit_or_say_that_they_are_not(
-    kind: str,
-) -> None:
+    kind,
+):
     if not CASES[kind].collected:
         with pytest.raises(FedrotError, match=f"'{kind}' cannot be computed"):
             kind_named(kind).collected(nn.Linear(2, 2), [])
@@ -364,7 +364,7 @@ def indefinite(matrix: Tensor, size: float) -> Tensor:
     return vectors @ torch.diag(values) @ vectors.mT * scale[:, None] * scale
 
 
-def test_negative_eigenvalues_at_unit_diagonal_become_zero() -> None:
+def test_negative_eigenvalues_at_unit_diagonal_become_zero():
     """The oracle clips eigenvalues in NumPy; other matrices stay the same object."""
     x = normal(seeded(1), 40, 12)
     x = x * torch.logspace(-0.3, 0.3, 12, dtype=torch.float64)

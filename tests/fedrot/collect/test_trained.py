@@ -4,8 +4,6 @@ trained is marked.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,7 +17,7 @@ RECEIVED = {
 UPDATE = {"body": torch.ones(4, 2), "head": torch.ones(3, 2)}
 
 
-def test_rows_and_tensors_that_were_not_trained_are_the_received_ones() -> None:
+def test_rows_and_tensors_that_were_not_trained_are_the_received_ones():
     full, statistics = completed(UPDATE, RECEIVED, {"head": [2, 0]})
     assert list(full) == list(RECEIVED)
     assert full["head"].tolist() == [[1, 1], [0, 0], [1, 1]]
@@ -41,6 +39,6 @@ def test_rows_and_tensors_that_were_not_trained_are_the_received_ones() -> None:
         (UPDATE, {"head": [0, -1]}, "3 rows"),
     ],
 )
-def test_what_cannot_be_completed_is_refused(update: Any, rows: Any, word: str) -> None:
+def test_what_cannot_be_completed_is_refused(update, rows, word):
     with pytest.raises(UpdateError, match=word):
         completed(update, RECEIVED, rows)

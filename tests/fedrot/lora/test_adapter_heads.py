@@ -45,9 +45,7 @@ def adapted(kind: str, **settings: Any) -> Any:
         ("gpt2", "score", {"task_type": "SEQ_CLS"}),
     ],
 )
-def test_the_head_beside_an_adapter_is_that_of_the_merged_model(
-    kind: str, name: str, settings: Any
-) -> None:
+def test_the_head_beside_an_adapter_is_that_of_the_merged_model(kind, name, settings):
     model = adapted(kind, **settings)
     batches = [
         {**batch_of(seed, rows=9), "labels": torch.arange(9) % 3} for seed in (1, 2)
@@ -71,7 +69,7 @@ def test_the_head_beside_an_adapter_is_that_of_the_merged_model(
     )
 
 
-def test_adapters_without_one_task_head_are_refused() -> None:
+def test_adapters_without_one_task_head_are_refused():
     with pytest.raises(FedrotError, match="classifier, score"):
         adapter_task_head_of(adapter_tensors(adapted("bert")))
     with pytest.raises(FedrotError, match="has 2 layers"):

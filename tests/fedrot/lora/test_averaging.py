@@ -28,7 +28,7 @@ from fedrot.lora.methods import METHODS
 from fedrot.lora.module_sums import ModuleSums
 from fedrot.lora.products import ProductSum, decomposed
 from tests.fedrot.oracles import drawing, eye, gap
-from tests.models import Settings, State, cast, copied, same
+from tests.models import State, cast, copied, same
 
 Adapter = State
 IN, OUT = 9, 7
@@ -161,7 +161,7 @@ def close(
     assert float(apart) <= tolerance * max(1.0, float(expected.norm()))
 
 
-def test_every_method_and_gauge_has_a_case() -> None:
+def test_every_method_and_gauge_has_a_case():
     assert {
         name for name, method in METHODS.items() if method.sums is ModuleSums
     } == ORACLES.keys()
@@ -179,8 +179,8 @@ def test_every_method_and_gauge_has_a_case() -> None:
     received=st.booleans(),
 )
 def test_the_product_is_the_oracle_s_in_any_order_scale_and_coordinates(
-    options: AdapterOptions, seed: int, ranks: Any, rank: int, received: bool
-) -> None:
+    options, seed, ranks, rank, received
+):
     any_rank = options.averaging.any_rank
     sent = clients(seed, ranks if any_rank else [rank] * len(ranks))
     previous = adapter(seed + 7, rank) if received else None
@@ -217,9 +217,7 @@ def test_the_product_is_the_oracle_s_in_any_order_scale_and_coordinates(
     [(torch.float32, 1e-5), (torch.bfloat16, 4e-2), (None, 1e-5)],
     ids=str,
 )
-def test_dtypes_stay_and_sums_are_wide(
-    options: AdapterOptions, dtype: Any, error: float
-) -> None:
+def test_dtypes_stay_and_sums_are_wide(options, dtype, error):
     """None is float32 for ``A`` alone, as a model's parameters."""
     sent = clients(11)
     for update in sent:
@@ -285,9 +283,7 @@ BAD_UPDATES = {
 
 @EVERY
 @pytest.mark.parametrize("wrong", [None, *BAD, *BAD_UPDATES])
-def test_what_is_refused_leaves_nothing_and_results_share_nothing(
-    options: AdapterOptions, wrong: Any
-) -> None:
+def test_what_is_refused_leaves_nothing_and_results_share_nothing(options, wrong):
     """Results may be taken in between."""
     one, other, two = clients(2)
     average = options.average(SETTINGS)
@@ -323,7 +319,7 @@ def exact(
     return average_adapters(updates(adapters), SETTINGS, options, *more, **how)
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_what_does_not_go_together_is_refused():
     asked = updates([adapter(0)])
     pissa = [AdapterUpdate(adapter(0), 1.0, PISSA)]
     average_adapters(pissa * 2, PISSA, EXACT, adapter(9))
@@ -361,7 +357,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         ({"gauge": "none"}, "an option of 'exact', and has no effect with 'mean'"),
     ],
 )
-def test_options_are_checked(options: Any, said: str) -> None:
+def test_options_are_checked(options, said):
     assert str(AdapterOptions("exact", "none")) == "exact, gauge 'none'"
     with pytest.raises(FedrotError, match=said):
         AdapterOptions(**options)
@@ -373,8 +369,8 @@ def test_options_are_checked(options: Any, said: str) -> None:
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 1000), count=st.integers(1, 3))
 def test_without_a_gauge_factors_are_balanced_and_depend_on_the_product_alone(
-    seed: int, count: int
-) -> None:
+    seed, count
+):
     sent = adapter(seed)
     found, _ = exact([scrambled(sent, seed + i) for i in range(count)], gauge="none")
     again, _ = exact([sent], gauge="none")
@@ -388,7 +384,7 @@ def test_without_a_gauge_factors_are_balanced_and_depend_on_the_product_alone(
 
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 1000))
-def test_the_rotation_is_the_best_one(seed: int) -> None:
+def test_the_rotation_is_the_best_one(seed):
     drawn = drawing(seed)
     start, to, mean = ((drawn(3, IN), drawn(OUT, 3)) for _ in range(3))
 
@@ -407,7 +403,7 @@ def test_the_rotation_is_the_best_one(seed: int) -> None:
 
 
 @pytest.mark.parametrize("terms", [2, 5])
-def test_keep_a_is_the_nearest_a_of_its_product(terms: int) -> None:
+def test_keep_a_is_the_nearest_a_of_its_product(terms):
     """Any ``terms`` combinations of rows of the mean can be moved into the product's
     row space.
     """
@@ -425,7 +421,7 @@ def test_keep_a_is_the_nearest_a_of_its_product(terms: int) -> None:
 
 @pytest.mark.parametrize("gauge", OWN_GAUGES)
 @pytest.mark.parametrize("terms", [0, 1, 2])
-def test_what_the_product_does_not_need_of_a_stays(terms: int, gauge: str) -> None:
+def test_what_the_product_does_not_need_of_a_stays(terms, gauge):
     """Products of a smaller rank than the factors, as at LoRA's start, where ``B`` is
     0.
     """
@@ -447,9 +443,7 @@ def test_what_the_product_does_not_need_of_a_stays(terms: int, gauge: str) -> No
 
 @pytest.mark.parametrize("gauge", OWN_GAUGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_factors_whose_product_is_rounding_noise_stay_trainable(
-    dtype: Any, gauge: str
-) -> None:
+def test_factors_whose_product_is_rounding_noise_stay_trainable(dtype, gauge):
     """PEFT's start ``orthogonal`` has two large factors with ``B A = 0``."""
     drawn = drawing(0)
     q = torch.linalg.qr(drawn(6, 6))[0]
@@ -466,7 +460,7 @@ def test_factors_whose_product_is_rounding_noise_stay_trainable(
 
 @pytest.mark.parametrize("gauge", OWN_GAUGES)
 @pytest.mark.parametrize("trained", [0, 1, 3])
-def test_adapters_of_embeddings_stay_trainable(gauge: str, trained: int) -> None:
+def test_adapters_of_embeddings_stay_trainable(gauge, trained):
     """PEFT starts them with ``A = 0`` and a random ``B``; directions where both are 0
     are dead.
     """
@@ -489,7 +483,7 @@ def test_adapters_of_embeddings_stay_trainable(gauge: str, trained: int) -> None
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 5])
-def test_a_client_of_a_smaller_rank_takes_the_best_that_it_can_hold(rank: int) -> None:
+def test_a_client_of_a_smaller_rank_takes_the_best_that_it_can_hold(rank):
     sent = adapter(3)
     start = {name: 0 * t if "_B" in name else t for name, t in sent.items()}
     found, cut = (fitted(each, SETTINGS, rank) for each in (sent, start))
@@ -508,7 +502,7 @@ def test_a_client_of_a_smaller_rank_takes_the_best_that_it_can_hold(rank: int) -
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_kernels_of_convolutions_keep_their_shape(rank: int) -> None:
+def test_kernels_of_convolutions_keep_their_shape(rank):
     drawn = drawing(0)
     a, b = (factor("c", name) for name in "AB")
     sent = [{a: drawn(2, 3, 5, 5), b: drawn(4, 2, 1, 1)} for _ in range(2)]
@@ -519,7 +513,7 @@ def test_kernels_of_convolutions_keep_their_shape(rank: int) -> None:
         assert tensors[b].shape == (4, rows, 1, 1)
 
 
-def test_biases_of_b_are_averaged_with_their_scale() -> None:
+def test_biases_of_b_are_averaged_with_their_scale():
     """``LoraConfig(lora_bias=True)``: PEFT multiplies the bias by the scale, too."""
     bias = f"{QUERY}.lora_B.bias"
     ones = {bias: torch.ones(OUT).double()}
@@ -539,9 +533,7 @@ def test_biases_of_b_are_averaged_with_their_scale() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 1000), limit=st.integers(1, 6), near=st.booleans())
-def test_a_bounded_sum_says_what_it_lost(
-    dtype: Any, seed: int, limit: int, near: bool
-) -> None:
+def test_a_bounded_sum_says_what_it_lost(dtype, seed, limit, near):
     """Several compressions, also of clients near a start, whose sum has a few large
     terms.
     """
@@ -580,9 +572,7 @@ def whole(terms: Any) -> Tensor:
 
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 1000), rank=st.integers(1, 6), lost=st.integers(0, 3))
-def test_float32_is_decomposed_as_well_as_by_qr(
-    seed: int, rank: int, lost: int
-) -> None:
+def test_float32_is_decomposed_as_well_as_by_qr(seed, rank, lost):
     """Gram matrices in float64 lose nothing that float32 holds, of stacks without full
     rank either.
     """
@@ -606,9 +596,7 @@ def test_float32_is_decomposed_as_well_as_by_qr(
     ("ranks", "rank"),
     [((4,) * 10, 24), ((4,) * 10, 40), ((1, 4, 4, 4, 4), 17), ((4, 4, 4, 4, 1), 17)],
 )
-def test_a_sum_keeps_four_times_the_largest_rank_and_that_of_the_result(
-    ranks: Any, rank: int
-) -> None:
+def test_a_sum_keeps_four_times_the_largest_rank_and_that_of_the_result(ranks, rank):
     adapters = [pair(drawing(n), of) for n, of in enumerate(ranks)]
     sent = updates(adapters, [1.0] * len(ranks))
     found, report = average_adapters(sent, SETTINGS, EXACT, rank=rank)
@@ -625,9 +613,7 @@ def test_a_sum_keeps_four_times_the_largest_rank_and_that_of_the_result(
         *(((apart, apart), 40, {"rel": 0.05}) for apart in (0.3, 1.0)),
     ],
 )
-def test_errors_are_near_the_true_ones(
-    method: str, steps: Any, count: int, error: Settings
-) -> None:
+def test_errors_are_near_the_true_ones(method, steps, count, error):
     """Where one float32 factor hardly moved, and where a bounded sum leaves out a part
     of the mean.
     """
@@ -651,7 +637,7 @@ def test_errors_are_near_the_true_ones(
     assert ("the sum of bounded rank leaves out at most" in str(report)) != few
 
 
-def test_a_sum_reads_no_number_of_a_device_before_its_terms() -> None:
+def test_a_sum_reads_no_number_of_a_device_before_its_terms():
     """On the device ``meta``, which has no numbers, the sum fails where it first reads
     one.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product as every
-from typing import Any
 
 import pytest
 import torch
@@ -47,9 +46,7 @@ def average(*adapters: Adapter, weight: float = 1.0) -> Adapter:
         (1e5, 1e5),
     ],
 )
-def test_factors_of_any_size_have_an_average(
-    a: float, b: float, kept: int, monkeypatch: Any
-) -> None:
+def test_factors_of_any_size_have_an_average(a, b, kept, monkeypatch):
     monkeypatch.setattr(module_sums, "KEPT_RANKS", kept)
     for place, weight in every((0, 2), (1e-9, 1e12)):
         sent = [sized(1, 1, seed) for seed in (1, 2)]
@@ -61,7 +58,7 @@ def test_factors_of_any_size_have_an_average(
 
 @pytest.mark.parametrize("limit", [6, 2])
 @pytest.mark.parametrize("apart", [1e-6, 1e6, 1e-12, 1e12])
-def test_unequal_factors_hide_no_other_product(apart: float, limit: int) -> None:
+def test_unequal_factors_hide_no_other_product(apart, limit):
     """Each product has entries of about 1."""
     generator = seeded(0)
     total = ProductSum(limit)
@@ -77,6 +74,6 @@ def test_unequal_factors_hide_no_other_product(apart: float, limit: int) -> None
     )
 
 
-def test_a_tiny_product_is_none() -> None:
+def test_a_tiny_product_is_none():
     found = average(sized(1e-42, 1e-42), sized(1e-42, 1e-42))
     assert all(float(product(found, module).norm()) < 1e-30 for module in MODULES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,14 +14,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def two_threads() -> Iterator[None]:
+def two_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
 
 
-def test_items_share_the_threads(two_threads: None) -> None:
+def test_items_share_the_threads(two_threads):
     together = threading.Barrier(
         2, timeout=60
     )  # Passes only if two items are computed at a time.
@@ -41,8 +40,8 @@ def test_items_share_the_threads(two_threads: None) -> None:
 
 
 def test_the_first_error_is_raised_and_the_threads_are_given_back(
-    two_threads: None,
-) -> None:
+    two_threads,
+):
     def work(item: int) -> None:
         if item:
             raise UpdateError(f"item {item}")

@@ -81,7 +81,7 @@ def outputs(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("which", SETTINGS)
-def test_scales_are_those_of_peft_and_no_gauge_changes_the_outputs(which: str) -> None:
+def test_scales_are_those_of_peft_and_no_gauge_changes_the_outputs(which):
     build, how = SETTINGS[which]
     torch.manual_seed(0)
     model = adapted(build(), **how)
@@ -107,7 +107,7 @@ def test_scales_are_those_of_peft_and_no_gauge_changes_the_outputs(which: str) -
         assert report.magnitudes == dora == ("DoRA's magnitudes" in str(report))
 
 
-def test_settings_are_read_from_files() -> None:
+def test_settings_are_read_from_files():
     config = peft.LoraConfig(
         r=4, lora_alpha=6, use_rslora=True, alpha_pattern={"query": 3}
     )
@@ -151,6 +151,6 @@ def test_settings_are_read_from_files() -> None:
         ({"r": 4, "alpha_pattern": {"query": float("inf")}}, "positive and finite"),
     ],
 )
-def test_other_settings_are_refused(config: Any, said: str) -> None:
+def test_other_settings_are_refused(config, said):
     with pytest.raises(FedrotError, match=said):
         LoraSettings.of(config)

@@ -43,7 +43,7 @@ def layers(rank: int = 4, seed: int = 0, target: str = "linear") -> Any:
     )
 
 
-def test_larger_ranks_are_cut_to_the_models_own() -> None:
+def test_larger_ranks_are_cut_to_the_models_own():
     options = {"task_type": "SEQ_CLS", "target_modules": ["query", "value"]}
     small = adapted(bert(), 4, rank_pattern={"query": 2}, **options)
     torch.manual_seed(1)
@@ -91,9 +91,7 @@ SENT = {
 
 @pytest.mark.parametrize("own", [2, 8])
 @pytest.mark.parametrize("kind", SENT)
-def test_clients_of_all_ranks_compute_what_the_sender_computes(
-    kind: str, own: int
-) -> None:
+def test_clients_of_all_ranks_compute_what_the_sender_computes(kind, own):
     build, options, patterns = SENT[kind]
     torch.manual_seed(9)
     base = build()
@@ -115,7 +113,7 @@ def test_clients_of_all_ranks_compute_what_the_sender_computes(
     assert trained[0] == trained[1]
 
 
-def test_a_model_that_took_other_ranks_is_trained_at_its_own_again() -> None:
+def test_a_model_that_took_other_ranks_is_trained_at_its_own_again():
     def train() -> None:
         (client(torch.arange(7)[None]).logits ** 2).sum().backward()
 
@@ -163,7 +161,7 @@ WRONG = {
 
 @pytest.mark.parametrize("load", [load_adapter, load_as_sent])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_nothing_is_loaded_if_more_than_ranks_differs(wrong: str, load: Any) -> None:
+def test_nothing_is_loaded_if_more_than_ranks_differs(wrong, load):
     client = layers(2)
     before = outputs(client)
     sent = adapter_tensors(layers(4, seed=1))
@@ -179,7 +177,7 @@ def test_nothing_is_loaded_if_more_than_ranks_differs(wrong: str, load: Any) -> 
     assert not torch.equal(outputs(client), before)
 
 
-def test_what_is_sent_does_not_change_with_the_model() -> None:
+def test_what_is_sent_does_not_change_with_the_model():
     model = layers()
     sent = adapter_tensors(model)
     before = copied(sent)
@@ -190,7 +188,7 @@ def test_what_is_sent_does_not_change_with_the_model() -> None:
 
 
 @pytest.mark.parametrize("trained", ["A", "B", "both"])
-def test_only_the_named_factors_of_one_adapter_train(trained: str) -> None:
+def test_only_the_named_factors_of_one_adapter_train(trained):
     options = {"task_type": "SEQ_CLS", "target_modules": ["query"]}
     model = adapted(bert(), **options)
     model.add_adapter("default2", peft.LoraConfig(r=2, target_modules=["query"]))
@@ -210,7 +208,7 @@ def test_only_the_named_factors_of_one_adapter_train(trained: str) -> None:
     assert len(adapter_tensors(model, "default2")[pair.a]) == 2
 
 
-def test_models_without_this_adapter_are_refused() -> None:
+def test_models_without_this_adapter_are_refused():
     with pytest.raises(FedrotError, match=r"'default'; it has no"):
         adapter_tensors(nn.Linear(2, 2))
     with pytest.raises(FedrotError, match=r"'other'.* are default"):

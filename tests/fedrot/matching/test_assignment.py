@@ -47,9 +47,7 @@ def _features(state: State, names: Names, layer: int) -> Array:
 @pytest.mark.parametrize(
     ("name", "dtype"), [*zip(FEW, (torch.float64, torch.float32), strict=True)]
 )
-def test_permutation_is_the_full_assignment_s(
-    name: str, regime: str, dtype: Any
-) -> None:
+def test_permutation_is_the_full_assignment_s(name, regime, dtype):
     names = models.CASES[name].names
     options = AlignmentOptions(parts=("ffn",), chance=0)
     for seed in range(2):
@@ -146,8 +144,8 @@ def followed(anchor: Anchor, client: Tensor, share: float) -> tuple[Anchor, Tens
 @settings(max_examples=40, deadline=None)
 @given(NEURONS)
 def test_a_bound_holds_when_the_anchor_moves_towards_its_clients(
-    case: Neurons,
-) -> None:
+    case,
+):
     group = group_of(case.n)
     start = torch.from_numpy(case.features()).to(case.dtype)
     anchor = Anchor({"w": start})
@@ -162,7 +160,7 @@ def test_a_bound_holds_when_the_anchor_moves_towards_its_clients(
         assert (bound <= _nearest(rows, rows) * (1 + 1e-12)).all()
 
 
-def test_far_apart_neurons_stay_certified_while_the_anchor_moves_little() -> None:
+def test_far_apart_neurons_stay_certified_while_the_anchor_moves_little():
     group = group_of(64)
     generator = seeded(0)
     anchor = Anchor({"w": torch.randn(64, 256, generator=generator)})
@@ -177,7 +175,7 @@ def test_far_apart_neurons_stay_certified_while_the_anchor_moves_little() -> Non
 
 
 @pytest.mark.parametrize("noted", [False, True])
-def test_only_distances_of_the_last_client_stand_for_it(noted: bool) -> None:
+def test_only_distances_of_the_last_client_stand_for_it(noted):
     """Without them the bound is measured anew: an earlier client that was noted was not
     merged.
     """
@@ -193,7 +191,7 @@ def test_only_distances_of_the_last_client_stand_for_it(noted: bool) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(NEURONS)
-def test_a_certificate_is_never_wrong(case: Neurons) -> None:
+def test_a_certificate_is_never_wrong(case):
     """Whenever the identity is certified, no assignment is closer to the anchor."""
     rng = np.random.default_rng(case.seed + 1)
     anchor = case.features()
@@ -227,9 +225,7 @@ _SIDES = st.one_of(
 
 @settings(max_examples=120, deadline=None)
 @given(NEURONS, _SIDES)
-def test_separation_never_exceeds_the_true_distance(
-    case: Neurons, widths: tuple[int, ...]
-) -> None:
+def test_separation_never_exceeds_the_true_distance(case, widths):
     """Of signed neurons, over all others with either sign, and over the neuron's own
     negative; with all columns it is the distance but for rounding.
     """
@@ -260,7 +256,7 @@ def test_separation_never_exceeds_the_true_distance(
         assert (bound >= true * (1 - 1e-9) - rounding).all()
 
 
-def test_the_separation_of_signed_neurons_is_tight() -> None:
+def test_the_separation_of_signed_neurons_is_tight():
     """Once where another neuron is nearest, once where the neuron's own negative is."""
     gate, up = normal(seeded(2), 2, 12, 40)
     one, other = (torch.cat([gate, sign * 3 * up], dim=1) for sign in (1, -1))
@@ -274,7 +270,7 @@ def test_the_separation_of_signed_neurons_is_tight() -> None:
     assert torch.allclose(assignment.separation([gate], [0.05 * up]), itself, rtol=1e-9)
 
 
-def test_certificates_are_given_where_they_should_be() -> None:
+def test_certificates_are_given_where_they_should_be():
     # Nearest neighbours that trade places: certified up to half the way, and not
     # beyond.
     def certified(client: Tensor, anchor: Tensor) -> bool:
@@ -293,7 +289,7 @@ def test_certificates_are_given_where_they_should_be() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(NEURONS)
-def test_assignment_reaches_the_optimum(case: Neurons) -> None:
+def test_assignment_reaches_the_optimum(case):
     """Its own shortcut included: the optimum's objective, up to the documented 1e-6 of
     the trace.
     """
@@ -328,7 +324,7 @@ def _all_signed(n: int) -> Iterator[tuple[int, ...]]:
     n=st.integers(1, 4),
     shift=st.sampled_from([0, 8, -8]),
 )
-def test_signed_assignment_equals_brute_force(seed: int, n: int, shift: int) -> None:
+def test_signed_assignment_equals_brute_force(seed, n, shift):
     """Of any scores, and of clients near the anchor and opposed to it."""
     score = normal(seeded(seed), n, n) + shift * eye(n)
     trace = float(score.trace())
@@ -348,7 +344,7 @@ def test_signed_assignment_equals_brute_force(seed: int, n: int, shift: int) -> 
         assert found == [-unit for unit in range(1, n + 1)]
 
 
-def test_signed_assignment_leaves_units_without_evidence_as_they_are() -> None:
+def test_signed_assignment_leaves_units_without_evidence_as_they_are():
     """A zero score says nothing about the sign."""
     score = torch.diag(torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64))
     element, gain = assignment.best_assignment(torch.zeros(()), score)
@@ -362,8 +358,8 @@ def test_signed_assignment_leaves_units_without_evidence_as_they_are() -> None:
 @pytest.mark.parametrize("size", [1e-3, 1.0, -1.0, -1e5])
 @pytest.mark.parametrize(("share", "accepted"), [(0.5e-6, False), (2e-6, True)])
 def test_an_order_must_gain_more_than_a_millionth_of_the_trace(
-    share: float, accepted: bool, size: float, solve: Any
-) -> None:
+    share, accepted, size, solve
+):
     """Two units that trade places; and, where signs are free, one that turns."""
     gain = share * abs(2 * size)
     plain = torch.full((2, 2), size, dtype=torch.float64)

@@ -99,7 +99,7 @@ def squared(group: Group, state: State) -> float:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> None:
+def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name):
     """Biases, ties, shared heads, phases and signs are counted: sampled shares agree
     for every group.
     """
@@ -128,7 +128,7 @@ def test_near_an_anchor_chance_is_the_share_of_free_dimensions(name: str) -> Non
     [(name, 1e-3) for name in families.KINDS]
     + [(name, 0.3) for name in ("bert", "llama", "gemma3", "t5")],
 )
-def test_noise_moves_hardly_any_group(name: str, scale: float) -> None:
+def test_noise_moves_hardly_any_group(name, scale):
     state = families.state_of(name)
     symmetry = families.symmetry_for(name)
     options = AlignmentOptions(movable(symmetry, FULL))
@@ -141,7 +141,7 @@ def test_noise_moves_hardly_any_group(name: str, scale: float) -> None:
     assert sum(row.moved > 0 for row in rows) <= 0.01 * len(rows)
 
 
-def test_far_from_an_anchor_chance_is_drawn() -> None:
+def test_far_from_an_anchor_chance_is_drawn():
     """An independent sample of noisy clients loses what the report of one of them
     says.
     """
@@ -161,7 +161,7 @@ def test_far_from_an_anchor_chance_is_drawn() -> None:
 @pytest.mark.parametrize(
     ("anchor", "factor"), [("global", 0.0), ("running", 0.0), ("running", 1e6)]
 )
-def test_the_anchor_s_own_noise_is_accounted_for(anchor: str, factor: float) -> None:
+def test_the_anchor_s_own_noise_is_accounted_for(anchor, factor):
     """The first client, the mean of k others, an anchor that contains the client: all
     as sampled.
     """
@@ -184,9 +184,7 @@ def test_the_anchor_s_own_noise_is_accounted_for(anchor: str, factor: float) -> 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.0, 3.0), st.integers(2, 6))
-def test_the_ceiling_is_never_below_the_best_gain(
-    seed: int, scale: float, dim: int
-) -> None:
+def test_the_ceiling_is_never_below_the_best_gain(seed, scale, dim):
     rows, noise = normal(seeded(seed), 2, 3, dim, 2 * dim)
     evidence = rows @ (rows + scale * noise).mT
     solver = RotationSolver()
@@ -208,9 +206,7 @@ def test_the_ceiling_is_never_below_the_best_gain(
     ("turned", "moving"),
     [((0, 1, 2), {0, 1, 2}), ((1,), {1}), ((0, 2), {0, 1, 2}), ((), set())],
 )
-def test_layers_with_evidence_move_and_most_of_them_speak_for_all(
-    turned: Any, moving: Any
-) -> None:
+def test_layers_with_evidence_move_and_most_of_them_speak_for_all(turned, moving):
     """And what does not move stays the same object."""
     state, symmetry = bert(layers=3)
     other = random_equivalent(state, symmetry, 1, ("attention",))
@@ -265,9 +261,7 @@ REQUIRED = [
 
 
 @pytest.mark.parametrize(("group", "given_", "expected"), REQUIRED)
-def test_what_is_required_is_the_quantile_or_the_factor(
-    group: Group, given_: Any, expected: float
-) -> None:
+def test_what_is_required_is_the_quantile_or_the_factor(group, given_, expected):
     assert chance.requirement(group, *given_) == pytest.approx(expected, rel=0.01)
     assert chance.requirement(LARGE, 100.0, 2.0, 1.0) > 2.001
     for share in (0.3, 0.9, 0.99):
@@ -275,9 +269,7 @@ def test_what_is_required_is_the_quantile_or_the_factor(
 
 
 @pytest.mark.parametrize(("free", "entries"), [(1, 4), (3, 10), (28, 100)])
-def test_noise_exceeds_the_quantile_once_in_so_many_times(
-    free: int, entries: int, monkeypatch: Any
-) -> None:
+def test_noise_exceeds_the_quantile_once_in_so_many_times(free, entries, monkeypatch):
     monkeypatch.setattr(chance, "ONCE_IN", 1000)
     noise = torch.randn(200_000, entries, generator=seeded(3)).square()
     share = noise[:, :free].sum(1) / noise.sum(1)
@@ -302,13 +294,11 @@ BEYOND = [
 
 
 @pytest.mark.parametrize(("gains", "needs", "expected"), BEYOND)
-def test_most_groups_speak_for_all_of_their_action(
-    gains: Any, needs: Any, expected: Any
-) -> None:
+def test_most_groups_speak_for_all_of_their_action(gains, needs, expected):
     assert chance.beyond(gains, needs) == expected
 
 
-def test_null_models_keep_distance_and_projection() -> None:
+def test_null_models_keep_distance_and_projection():
     state, symmetry = bert()
     update = isotropic(state, 0.04, 4)
     for group in symmetry.groups:
@@ -331,7 +321,7 @@ def test_null_models_keep_distance_and_projection() -> None:
         assert all(torch.equal(again[n], drawn[0][n]) for n in names)
 
 
-def test_spread_of_a_mean_of_equals() -> None:
+def test_spread_of_a_mean_of_equals():
     spread = Spread()
     for k in range(1, 5):
         spread = spread.towards(1 / k, {"moved": True, "still": False})
@@ -349,9 +339,7 @@ def test_spread_of_a_mean_of_equals() -> None:
 
 @pytest.mark.parametrize(("part", "inner"), [("ffn", False), ("heads", True)])
 @pytest.mark.parametrize("scale", [0.01, 0.1])
-def test_what_noise_removes_stays_below_its_quantile(
-    part: str, inner: bool, scale: float
-) -> None:
+def test_what_noise_removes_stays_below_its_quantile(part, inner, scale):
     """Of orders of neurons, and of heads with the best rotation inside, from near to
     far.
     """
@@ -380,9 +368,7 @@ def test_what_noise_removes_stays_below_its_quantile(
 @pytest.mark.parametrize(
     ("parts", "draws"), [(("ffn",), 1), (("heads", "ffn"), chance.MOST_DRAWS)]
 )
-def test_a_large_group_is_drawn_once_and_a_small_one_beside_it_more_often(
-    parts: Any, draws: int
-) -> None:
+def test_a_large_group_is_drawn_once_and_a_small_one_beside_it_more_often(parts, draws):
     """More neurons than ``ENOUGH``, as BERT-base has in a layer."""
     state, symmetry = bert(16)
     *others, ffn = symmetry.select(parts)
@@ -391,7 +377,7 @@ def test_a_large_group_is_drawn_once_and_a_small_one_beside_it_more_often(
     assert len(list(null_models(lines, state, state))) == draws
 
 
-def test_the_quantile_of_heads_counts_four_times_the_norm_of_those_that_move() -> None:
+def test_the_quantile_of_heads_counts_four_times_the_norm_of_those_that_move():
     state, symmetry = bert(16)
     (group,) = symmetry.select(("heads",))
     norm = squared(group, state)
@@ -401,7 +387,7 @@ def test_the_quantile_of_heads_counts_four_times_the_norm_of_those_that_move() -
     assert found == pytest.approx(3 + most)
 
 
-def test_the_quantile_of_orders_bounds_all_of_them_together() -> None:
+def test_the_quantile_of_orders_bounds_all_of_them_together():
     state, symmetry = bert(16)
     (group,) = symmetry.select(("ffn",))
     units = group.action.units
@@ -419,7 +405,7 @@ def test_the_quantile_of_orders_bounds_all_of_them_together() -> None:
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_groups_that_share_a_tensor_are_in_different_lists() -> None:
+def test_groups_that_share_a_tensor_are_in_different_lists():
     tensors = {"a": "x", "b": "xy", "c": "z", "d": "y", "e": "zx"}
     groups = [
         Group(name, 0, "ffn", ORDERS.action, [Slot(t, 0, Slice(0, 4)) for t in touched])
@@ -431,7 +417,7 @@ def test_groups_that_share_a_tensor_are_in_different_lists() -> None:
     assert without_common_tensors([]) == []
 
 
-def test_near_is_up_to_a_twentieth_of_the_anchor_and_entries_count_once() -> None:
+def test_near_is_up_to_a_twentieth_of_the_anchor_and_entries_count_once():
     """Queries and keys have biases; values do, and output projections do not."""
     state, symmetry = bert(width=8, heads=2)
     problem = Problem(Anchor(state), state, symmetry, AlignmentOptions())
@@ -449,7 +435,7 @@ def test_near_is_up_to_a_twentieth_of_the_anchor_and_entries_count_once() -> Non
     assert not counts
 
 
-def test_a_multiple_of_the_anchor_has_no_noise_and_none_of_nothing_a_slope() -> None:
+def test_a_multiple_of_the_anchor_has_no_noise_and_none_of_nothing_a_slope():
     state, symmetry = bert(16)
     (group,) = symmetry.select(("ffn",))
     exact = cast(state, torch.float64)
@@ -465,9 +451,7 @@ def test_a_multiple_of_the_anchor_has_no_noise_and_none_of_nothing_a_slope() -> 
     assert line.size == pytest.approx(size)
 
 
-def test_a_null_model_has_the_client_s_norm_and_projection_and_noise_of_its_own() -> (
-    None
-):
+def test_a_null_model_has_the_client_s_norm_and_projection_and_noise_of_its_own():
     """Equal noise in all layers would agree on an order of the stream: chance would be
     too large.
     """

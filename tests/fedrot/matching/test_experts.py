@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import permutations
-from typing import Any
 
 import numpy as np
 import pytest
@@ -82,7 +81,7 @@ def _best(
 @pytest.mark.parametrize(
     ("scale", "seed"), [(0.1, 1), (1.0, 2), (1.0, 3), (None, 1), (None, 2)]
 )
-def test_experts_are_in_the_best_of_all_orders(scale: Any, seed: int) -> None:
+def test_experts_are_in_the_best_of_all_orders(scale, seed):
     order, worth, anchor, client = _best(scale, seed)
     alignment = align(client, anchor, symmetry_for(NAME), FFN)
     moves = {move.group.name: move.element for move in alignment.moves}
@@ -98,7 +97,7 @@ def test_experts_are_in_the_best_of_all_orders(scale: Any, seed: int) -> None:
     )
 
 
-def test_few_pairs_of_experts_are_solved(monkeypatch: Any) -> None:
+def test_few_pairs_of_experts_are_solved(monkeypatch):
     """Bounds say of most pairs that the best order does not use them."""
     _, _, anchor, client = _best(0.1, 1)
     solved = []
@@ -118,8 +117,8 @@ def test_few_pairs_of_experts_are_solved(monkeypatch: Any) -> None:
 
 
 def test_a_near_client_is_certified_without_an_assignment(
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     anchor = state_of(NAME)
     client = near(anchor, 1e-3)
     monkeypatch.setattr(experts, "_best_order", None)
@@ -128,7 +127,7 @@ def test_a_near_client_is_certified_without_an_assignment(
     assert not alignment.moves
 
 
-def test_router_rows_in_place_certify_no_order_while_neurons_are_elsewhere() -> None:
+def test_router_rows_in_place_certify_no_order_while_neurons_are_elsewhere():
     anchor = state_of(NAME)
     order = torch.tensor([2, 0, 1])
     neurons = [
@@ -140,7 +139,7 @@ def test_router_rows_in_place_certify_no_order_while_neurons_are_elsewhere() -> 
 
 
 @pytest.mark.parametrize("action", [ExpertNeurons, ExpertPermutation])
-def test_neurons_and_experts_move_without_each_other(action: type) -> None:
+def test_neurons_and_experts_move_without_each_other(action):
     anchor = state_of(NAME)
     rng = seeded(3)
     moves = [Move(group, group.action.random(rng)) for group in _groups(action)[1:]]
@@ -161,7 +160,7 @@ def test_neurons_and_experts_move_without_each_other(action: type) -> None:
     }
 
 
-def test_expert_neurons_of_a_moving_anchor_keep_their_certificate() -> None:
+def test_expert_neurons_of_a_moving_anchor_keep_their_certificate():
     """The bounds of the anchor before hold for one that has come nearer to its last
     client.
     """

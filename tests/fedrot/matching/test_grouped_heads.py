@@ -5,7 +5,6 @@ inside each.
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -56,9 +55,7 @@ def _best_by_trying_all(name: str, update: State, parts: Parts) -> float:
 
 @pytest.mark.parametrize("parts", [("heads", "attention"), ("heads",)])
 @pytest.mark.parametrize(("name", "scale"), [*zip(NAMES, [0.3, 1.0] * 3, strict=True)])
-def test_hidden_orders_are_found_through_noise(
-    name: str, scale: float, parts: Any
-) -> None:
+def test_hidden_orders_are_found_through_noise(name, scale, parts):
     """As good as trying every order, and the best phases and rotations for each."""
     anchor = state_of(name)
     symmetry = symmetry_for(name)
@@ -71,7 +68,7 @@ def test_hidden_orders_are_found_through_noise(
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_unrelated_models_never_lose_by_an_order(name: str, seed: int) -> None:
+def test_unrelated_models_never_lose_by_an_order(name, seed):
     """The scores of groups are bounds: an order is kept only if it is worth something
     in the end.
     """
@@ -128,7 +125,7 @@ def _elements(
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if name != "mistral"]
 )  # one key head
-def test_activations_alone_order_key_heads_where_weights_have_no_say(name: str) -> None:
+def test_activations_alone_order_key_heads_where_weights_have_no_say(name):
     """The weights of keys, values, queries and output all say that the heads are in
     their places.
     """
@@ -140,8 +137,8 @@ def test_activations_alone_order_key_heads_where_weights_have_no_say(name: str) 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_of_queries_order_them_where_those_of_keys_have_no_say(
-    name: str,
-) -> None:
+    name,
+):
     """Queries turn as activations say; by the weights of keys and values they would
     turn round.
     """

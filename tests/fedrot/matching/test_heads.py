@@ -62,7 +62,7 @@ def _between(
         (FEW[1], ("heads", "attention")),
     ],
 )
-def test_head_order_equals_brute_force(name: str, regime: str, parts: Any) -> None:
+def test_head_order_equals_brute_force(name, regime, parts):
     names = models.CASES[name].names
     anchor = state_of(name)
     symmetry = symmetry_for(name)
@@ -94,7 +94,7 @@ def test_head_order_equals_brute_force(name: str, regime: str, parts: Any) -> No
 
 
 @pytest.mark.parametrize("parts", [("attention",), ("heads", "attention"), WHOLE_MODEL])
-def test_permutations_within_heads_are_all_that_moves_there(parts: Any) -> None:
+def test_permutations_within_heads_are_all_that_moves_there(parts):
     """A client whose heads' units trade places comes back; what was rotated does
     not.
     """
@@ -120,9 +120,7 @@ def test_permutations_within_heads_are_all_that_moves_there(parts: Any) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**31), d=st.integers(1, 4), heads=st.integers(1, 3))
-def test_orders_and_scores_within_heads_equal_brute_force(
-    seed: int, d: int, heads: int
-) -> None:
+def test_orders_and_scores_within_heads_equal_brute_force(seed, d, heads):
     """The score of a pair of heads is what the best order of their units is worth."""
     rng = seeded(seed)
     pairs = [tuple(normal(rng, 2, heads * d, width)) for width in (2, 4)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -20,9 +18,7 @@ SIZES = torch.tensor([100.0, 1.0, 0.01], dtype=torch.float64)[:, None]
 
 @pytest.mark.parametrize("action", [RotaryPhases, RotarySigns])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_the_best_turn_of_every_frequency_is_not_beaten(
-    action: Any, interleaved: bool
-) -> None:
+def test_the_best_turn_of_every_frequency_is_not_beaten(action, interleaved):
     """Evidence from blocks and from cross matrices agrees with what elements make of
     the blocks.
     """

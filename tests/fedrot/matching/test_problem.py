@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -83,11 +83,11 @@ REFUSED = {
 
 @pytest.mark.parametrize(("part", "action", "told"), REFUSED.values(), ids=REFUSED)
 def test_an_action_that_cannot_be_matched_is_refused_by_name(
-    part: str,
-    action: Any,
-    told: str,
-    monkeypatch: Any,
-) -> None:
+    part,
+    action,
+    told,
+    monkeypatch,
+):
     monkeypatch.setattr(of_problem, "SOLVERS", dict(of_problem.SOLVERS))
     solves(Late)(_match_reversals)
     state = state_of(NAME)
@@ -105,8 +105,8 @@ def test_an_action_that_cannot_be_matched_is_refused_by_name(
 
 
 def test_a_registered_solver_is_used_in_the_stage_of_its_action(
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(of_problem, "SOLVERS", dict(of_problem.SOLVERS))
     called = []
 

@@ -5,7 +5,6 @@ optimum.
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ ROTATIONS = AlignmentOptions(parts=("attention",), chance=0)
 
 @pytest.mark.parametrize("regime", ["near", "scrambled", "unrelated"])
 @pytest.mark.parametrize("name", FEW)
-def test_rotation_is_not_beaten(name: str, regime: str) -> None:
+def test_rotation_is_not_beaten(name, regime):
     """By 200 random orthogonal matrices, nor by any other: ``R^T M`` is symmetric and
     semi-definite.
     """
@@ -52,7 +51,7 @@ def test_rotation_is_not_beaten(name: str, regime: str) -> None:
     assert len(alignment.moves) == 4
 
 
-def test_polar_agrees_with_scipy_and_survives_degenerate_input() -> None:
+def test_polar_agrees_with_scipy_and_survives_degenerate_input():
     m = normal(seeded(4), 5, 3, DIM, DIM)
     ours = polar(m)
     for i, j in itertools.product(range(5), range(3)):
@@ -71,8 +70,8 @@ def test_polar_agrees_with_scipy_and_survives_degenerate_input() -> None:
 
 
 def test_an_svd_that_does_not_converge_is_done_by_another_driver(
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     m = normal(seeded(5), 2, DIM, DIM)
     expected = polar(m)
 
@@ -83,7 +82,7 @@ def test_an_svd_that_does_not_converge_is_done_by_another_driver(
     assert gap(polar(m), expected) <= 1e-12
 
 
-def test_rotation_moves_least_where_the_anchor_says_nothing() -> None:
+def test_rotation_moves_least_where_the_anchor_says_nothing():
     """Of all optimal rotations it takes the one nearest to the identity (half of a head
     is zero).
     """
@@ -121,9 +120,7 @@ def _spectrum(action: str, size: int, exponent: float) -> Tensor:
 
 @pytest.mark.parametrize("action", ["spread", "one-small", "deficient", "other unit"])
 @pytest.mark.parametrize("size", [8, 16, 64])
-def test_iterated_rotations_are_as_good_as_those_of_the_svd(
-    size: int, action: str
-) -> None:
+def test_iterated_rotations_are_as_good_as_those_of_the_svd(size, action):
     """Newton-Schulz in float32, with its fallback: at every condition number.
 
     One matrix a call, so that none is iterated further than it has to be for another's

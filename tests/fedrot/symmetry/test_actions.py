@@ -102,14 +102,14 @@ def close(one: Tensor, other: Tensor) -> bool:
     return bool(gap(one, other) <= 1e-12)
 
 
-def test_every_action_has_a_case() -> None:
+def test_every_action_has_a_case():
     assert {type(action) for action, _ in KINDS.values()} == set(SOLVERS)
 
 
 @KIND
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**31), axis=st.integers(0, 1))
-def test_actions_are_groups_of_matrices(name: str, seed: int, axis: int) -> None:
+def test_actions_are_groups_of_matrices(name, seed, axis):
     action = KINDS[name][0]
     rng = seeded(seed)
     first = action.random(rng)
@@ -141,7 +141,7 @@ def test_actions_are_groups_of_matrices(name: str, seed: int, axis: int) -> None
 
 
 @KIND
-def test_random_elements_are_spread_over_the_whole_group(name: str) -> None:
+def test_random_elements_are_spread_over_the_whole_group(name):
     """The mean of many is what every element of the group keeps."""
     (action, kept), rng = KINDS[name], seeded(4)
     mean = torch.stack([matrix(action, action.random(rng)) for _ in range(500)]).mean(0)
@@ -151,7 +151,7 @@ def test_random_elements_are_spread_over_the_whole_group(name: str) -> None:
 
 
 @KIND
-def test_elements_from_elsewhere_are_checked(name: str) -> None:
+def test_elements_from_elsewhere_are_checked(name):
     action = KINDS[name][0]
     rng = seeded(5)
     element = action.random(rng)
@@ -181,8 +181,8 @@ def test_elements_from_elsewhere_are_checked(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROTATIONS)
 def test_rotations_have_tangents_angles_and_a_fisher_where_they_are_orders(
-    name: str,
-) -> None:
+    name,
+):
     action = KINDS[name][0]
     assert isinstance(action, HeadRotation)
     shape = (action.heads, action.dim, action.dim)
@@ -207,7 +207,7 @@ def test_rotations_have_tangents_angles_and_a_fisher_where_they_are_orders(
     assert action.angle(turned) == pytest.approx(math.degrees(math.acos(0.8)))
 
 
-def test_phases_have_angles_and_a_fisher_where_they_stand_still() -> None:
+def test_phases_have_angles_and_a_fisher_where_they_stand_still():
     action = RotaryPhases(2, 4)
     turn = torch.tensor([[0.5, 2 * math.pi], [0.0, -1.5]]).double()
     assert action.angle(turn) == pytest.approx(math.degrees(2.0 / 4))
@@ -227,7 +227,7 @@ def test_phases_have_angles_and_a_fisher_where_they_stand_still() -> None:
 @pytest.mark.parametrize("name", ["bert", "llama", "mixtral"])
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**31), length=st.integers(0, 30))
-def test_compacted_moves_are_the_same_motion(name: str, seed: int, length: int) -> None:
+def test_compacted_moves_are_the_same_motion(name, seed, length):
     """Any sequence of any parts becomes one move per group, the same motion there and
     back.
     """

@@ -31,7 +31,7 @@ from tests.models import copied, largest_difference, movable, same, squared_dist
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_the_function_stays_and_what_says_nothing_goes(name: str) -> None:
+def test_the_function_stays_and_what_says_nothing_goes(name):
     """Members have the biases and norms that their models allow."""
     state = state_of(name)
     symmetry = symmetry_for(name)
@@ -64,7 +64,7 @@ def test_the_function_stays_and_what_says_nothing_goes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama-biased"])
-def test_clients_with_other_redundant_biases_meet_their_anchor(name: str) -> None:
+def test_clients_with_other_redundant_biases_meet_their_anchor(name):
     anchor = state_of(name)
     symmetry = symmetry_for(name)
     other = with_other_gains(anchor, symmetry, 4)
@@ -76,7 +76,7 @@ def test_clients_with_other_redundant_biases_meet_their_anchor(name: str) -> Non
     assert alignment.report.after <= 1e-12 * alignment.report.before
 
 
-def test_statistics_follow_only_where_nothing_is_folded_or_redundant() -> None:
+def test_statistics_follow_only_where_nothing_is_folded_or_redundant():
     options = AlignmentOptions(canonical=True, chance=0)
     fisher = {"fisher": {"model.norm.weight": torch.ones(24, dtype=torch.float64)}}
     for name in ("bert", "gemma3"):
@@ -92,7 +92,7 @@ def test_statistics_follow_only_where_nothing_is_folded_or_redundant() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
-def test_an_anchor_serves_both_forms(name: str) -> None:
+def test_an_anchor_serves_both_forms(name):
     """What it knows of its tensors is not taken for what is true of their canonical
     form.
     """
@@ -119,7 +119,7 @@ def test_an_anchor_serves_both_forms(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5-gated", "bert", "falcon-7b"])
-def test_each_tensor_alone_has_the_same_canonical_form(name: str) -> None:
+def test_each_tensor_alone_has_the_same_canonical_form(name):
     """In a view, and from the part of the symmetry around it, which is a layer at
     most.
     """
@@ -138,9 +138,7 @@ def test_each_tensor_alone_has_the_same_canonical_form(name: str) -> None:
     ("name", "rotates"),
     [("llama", True), ("gpt2", True), ("bert", False), ("xglm", False)],
 )
-def test_the_default_is_canonical_where_the_stream_can_be_rotated(
-    name: str, rotates: bool
-) -> None:
+def test_the_default_is_canonical_where_the_stream_can_be_rotated(name, rotates):
     symmetry = symmetry_for(name)
     options = AlignmentOptions(movable(symmetry))
     chosen = options.for_model(symmetry)

@@ -481,7 +481,7 @@ def _nullity(jacobian: Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_claimed_and_unused_dimensions_are_all_there_are(name: str) -> None:
+def test_claimed_and_unused_dimensions_are_all_there_are(name):
     case = CASES[name]
     model = _build(case)
     symmetry = symmetry_of(model.config, model.state_dict())

@@ -43,7 +43,7 @@ def state_after(layer: str) -> State:
 
 
 @pytest.mark.parametrize("model_type", supported())
-def test_every_model_type_has_a_bound_or_the_reason_why_not(model_type: str) -> None:
+def test_every_model_type_has_a_bound_or_the_reason_why_not(model_type):
     (family,) = (family for family in FAMILIES if model_type in family.model_types)
     match family.features_of(model_type):
         case Unbounded(reason):
@@ -57,9 +57,7 @@ def test_every_model_type_has_a_bound_or_the_reason_why_not(model_type: str) -> 
 
 @pytest.mark.parametrize("model_type", [*supported(), "unknown"])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_bounds_are_1_after_tanh_and_gain_and_bias_after_a_norm(
-    model_type: str, layer: str
-) -> None:
+def test_bounds_are_1_after_tanh_and_gain_and_bias_after_a_norm(model_type, layer):
     largest = largest_inputs({"model_type": model_type}, state_after(layer), "head")
     if TANH.get(model_type) == layer:
         assert largest is not None
@@ -71,7 +69,7 @@ def test_bounds_are_1_after_tanh_and_gain_and_bias_after_a_norm(
         assert largest is None
 
 
-def test_a_norm_without_bias_is_bounded_by_its_gain() -> None:
+def test_a_norm_without_bias_is_bounded_by_its_gain():
     state = state_after("model.norm")
     del state["model.norm.bias"]
     largest = largest_inputs({"model_type": "llama"}, state, "head")
@@ -79,7 +77,7 @@ def test_a_norm_without_bias_is_bounded_by_its_gain() -> None:
     assert largest.tolist() == [2, 4, 1, 6]
 
 
-def test_a_family_that_says_nothing_about_its_features_is_refused() -> None:
+def test_a_family_that_says_nothing_about_its_features_is_refused():
     sentence = {
         field.name: getattr(FAMILIES[0], field.name) for field in fields(Family)
     }

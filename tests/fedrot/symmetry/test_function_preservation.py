@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -43,7 +42,6 @@ from tests.models import (
     FULL,
     WIDTH,
     Names,
-    Parts,
     State,
     align_tensors,
     changed,
@@ -93,7 +91,7 @@ def agree(found: Tensor, expected: Tensor) -> bool:
     return bool(gap(found, expected) <= 1e-9 * expected.abs().max())
 
 
-def test_every_family_has_a_member_in_every_attention_that_it_has() -> None:
+def test_every_family_has_a_member_in_every_attention_that_it_has():
     found = {model_of(name).config.model_type for name in MEMBERS}
     assert found | {"xlm-roberta", "distilbert"} == set(supported())
     for name, member in MEMBERS.items():
@@ -101,7 +99,7 @@ def test_every_family_has_a_member_in_every_attention_that_it_has() -> None:
 
 
 @pytest.mark.parametrize(("name", "attention"), BOTH)
-def test_every_tensor_moves_and_every_output_stays(name: str, attention: str) -> None:
+def test_every_tensor_moves_and_every_output_stays(name, attention):
     """All but the tensors whose only axis is one of the outputs."""
     state, symmetry, compute = model_(name)
     before = compute(state, attention)
@@ -145,7 +143,7 @@ UNDONE = [
 
 
 @pytest.mark.parametrize("name", models.EVERY)
-def test_encoders_have_a_group_of_each_kind_in_each_layer(name: str) -> None:
+def test_encoders_have_a_group_of_each_kind_in_each_layer(name):
     """Signs are free where a tanh is odd, and BERT's and RoBERTa's task heads have
     one.
     """
@@ -168,7 +166,7 @@ def test_encoders_have_a_group_of_each_kind_in_each_layer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_only_bare_models_fixed_positions_and_alibi_refuse_anything(name: str) -> None:
+def test_only_bare_models_fixed_positions_and_alibi_refuse_anything(name):
     state, symmetry, _ = model_(name)
     fixed = name in FIXED
     refused = "residual" if MEMBERS[name].bare or fixed else "heads"
@@ -181,7 +179,7 @@ def test_only_bare_models_fixed_positions_and_alibi_refuse_anything(name: str) -
             random_equivalent(state, symmetry, 3, EVERYTHING)
 
 
-def test_random_elements_are_reproducible_and_differ_by_seed() -> None:
+def test_random_elements_are_reproducible_and_differ_by_seed():
     state, symmetry, _ = model_("bert-classifier")
     one, again, other = (random_equivalent(state, symmetry, s, FULL) for s in (1, 1, 2))
     assert same(one, again)
@@ -192,7 +190,7 @@ def test_random_elements_are_reproducible_and_differ_by_seed() -> None:
 
 
 @pytest.mark.parametrize(("name", "asked"), UNDONE)
-def test_hidden_coordinates_are_recovered(name: str, asked: Parts) -> None:
+def test_hidden_coordinates_are_recovered(name, asked):
     state, symmetry, _ = model_(name)
     parts = movable(symmetry, asked)
     moved = random_equivalent(state, symmetry, 4, parts)
@@ -210,8 +208,8 @@ def test_hidden_coordinates_are_recovered(name: str, asked: Parts) -> None:
 )
 @pytest.mark.parametrize("name", [*KINDS, *CASES])
 def test_distance_never_grows_the_function_stays_and_the_way_leads_back(
-    name: str, scale: float | None, asked: Parts
-) -> None:
+    name, scale, asked
+):
     anchor, symmetry, compute = model_(name)
     update = zoo(name).state_of(name, 1) if scale is None else near(anchor, scale)
     options = replace(EAGER, parts=movable(symmetry, asked), canonical=False)
@@ -258,7 +256,7 @@ def _zero(*words: str) -> Callable[[State, Names], None]:
 
 @pytest.mark.parametrize("weight", [0.5, 1.0])
 @pytest.mark.parametrize("name", KINDS)
-def test_activations_recover_whole_models(name: str, weight: float) -> None:
+def test_activations_recover_whole_models(name, weight):
     """Beside the weights and alone; what does not show in activations is left to the
     weights.
     """
@@ -281,9 +279,7 @@ def test_activations_recover_whole_models(name: str, weight: float) -> None:
 
 @pytest.mark.parametrize(("share", "accepted"), [(0.5e-12, False), (2e-12, True)])
 @pytest.mark.parametrize("name", ["bert", "llama"])
-def test_a_turn_inside_heads_must_gain_more_than_rounding(
-    name: str, share: float, accepted: bool
-) -> None:
+def test_a_turn_inside_heads_must_gain_more_than_rounding(name, share, accepted):
     """All heads turn by one angle ``t``, which takes ``2 - 2 cos t`` of the trace:
     about its square.
     """
@@ -320,9 +316,7 @@ STACKS = {
     [("all", {0, 1, 2, 3}), ("first:3", {0, 1, 2}), ("last:1", {3}), ([2], {2})],
 )
 @pytest.mark.parametrize("name", STACKS)
-def test_layers_of_a_second_stack_follow_those_of_the_first(
-    name: str, layers: Any, expected: Any
-) -> None:
+def test_layers_of_a_second_stack_follow_those_of_the_first(name, layers, expected):
     """In what is moved, and in the rows of the report."""
     anchor, symmetry, _ = model_(name)
     update = families.state_of(name, 1)
@@ -419,12 +413,12 @@ WHERE = [
 @pytest.mark.parametrize(("name", "where", "dtype", "parts"), WHERE)
 @pytest.mark.parametrize("degrade", DEGENERATE.values(), ids=DEGENERATE)
 def test_degenerate_weights_keep_the_function(
-    degrade: Callable[[State, Names], None],
-    name: str,
-    where: set[str],
-    dtype: torch.dtype,
-    parts: Parts,
-) -> None:
+    degrade,
+    name,
+    where,
+    dtype,
+    parts,
+):
     """Each in the client, the anchor or both."""
     wide = dtype == torch.float64
     anchor = models.state_of(name, dtype=dtype)

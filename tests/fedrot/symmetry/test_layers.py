@@ -5,7 +5,6 @@ experts.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,20 +28,20 @@ from tests.fedrot.oracles import gap
 from tests.models import EVERYTHING, align_tensors, largest_difference, squared_distance
 
 
-def test_rotary_heads_that_lie_beside_their_keys_and_values_are_refused() -> None:
+def test_rotary_heads_that_lie_beside_their_keys_and_values_are_refused():
     heads = Heads(4, 2, 2, rotary=1)
     projections = Projections.fused("qkv", heads, Units("out"), by_head=True)
     with pytest.raises(SymmetryError, match=r"'qkv' stores 2"):
         attention("", heads, projections)
 
 
-def test_a_space_is_there_with_one_tensor_and_without_another() -> None:
+def test_a_space_is_there_with_one_tensor_and_without_another():
     space = Space(present="a", absent="b")
     names = ((), ("a",), ("a", "b"), ("b",))
     assert [space.exists(found) for found in names] == [False, True, False, False]
 
 
-def test_buffers_are_known_by_the_end_of_their_names() -> None:
+def test_buffers_are_known_by_the_end_of_their_names():
     names = ("embeddings.position_ids", "s.0.mask", "s.0.bitmask", "mask")
     family = Family(
         "mine",
@@ -58,7 +57,7 @@ def test_buffers_are_known_by_the_end_of_their_names() -> None:
     }
 
 
-def test_alibi_orders_query_heads_that_share_a_key_head_too() -> None:
+def test_alibi_orders_query_heads_that_share_a_key_head_too():
     settings = {**MEMBERS["falcon-7b"].settings, "alibi": True}
     model = replace(MEMBERS["falcon-7b"], settings=settings).build("eager")
     symmetry = symmetry_of(model.config, model.state_dict())
@@ -70,7 +69,7 @@ def test_alibi_orders_query_heads_that_share_a_key_head_too() -> None:
     )
 
 
-def test_experts_that_are_stored_as_modules_keep_their_order(tmp_path: Path) -> None:
+def test_experts_that_are_stored_as_modules_keep_their_order(tmp_path):
     """As transformers saves them, and had them in memory before version 5."""
     model = model_of("mixtral")
     model.save_pretrained(tmp_path)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -161,7 +160,7 @@ CLAIMS = {
 
 
 @pytest.mark.parametrize(("having", "expected"), CLAIMS.values(), ids=CLAIMS)
-def test_members_claim_what_their_models_allow(having: Any, expected: Any) -> None:
+def test_members_claim_what_their_models_allow(having, expected):
     found = {
         name
         for name in MEMBERS
@@ -171,7 +170,7 @@ def test_members_claim_what_their_models_allow(having: Any, expected: Any) -> No
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_group_that_leaves_out_one_slot_changes_the_outputs(name: str) -> None:
+def test_a_group_that_leaves_out_one_slot_changes_the_outputs(name):
     """In the first layer of each stack, and in every tensor of what crosses layers."""
     tied = {
         key: id(value)
@@ -355,7 +354,7 @@ def signs_of_an_rms_norm_s_stream_pass_its_gains(name: str) -> Changes:
 
 
 @pytest.mark.parametrize(("check", "name"), CASES)
-def test_outside_the_group(check: Any, name: str) -> None:
+def test_outside_the_group(check, name):
     tried = list(check(name))
     assert tried
     for change, visible in tried:

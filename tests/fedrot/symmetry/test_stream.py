@@ -84,7 +84,7 @@ def change(name: str, tensors: State, before: State | None = None) -> float:
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_streams_move_as_families_say_and_others_say_why_not(name: str) -> None:
+def test_streams_move_as_families_say_and_others_say_why_not(name):
     symmetry = symmetry_for(name)
     if name not in VARIANTS:
         (said,) = (f.stream for f in FAMILIES if f.name == symmetry.family)
@@ -101,8 +101,8 @@ def test_streams_move_as_families_say_and_others_say_why_not(name: str) -> None:
 
 @pytest.mark.parametrize("name", TURNING)
 def test_rotations_of_the_stream_preserve_the_function_of_folded_models(
-    name: str,
-) -> None:
+    name,
+):
     symmetry, folded, group = symmetry_for(name), in_form(name), stream(name)
     rotated = symmetry.rotated
     free = StreamRotation(1, group.action.dim)
@@ -132,7 +132,7 @@ def test_rotations_of_the_stream_preserve_the_function_of_folded_models(
     assert moved > 1e-4, "the vector of ones has to stay"
 
 
-def test_a_norm_with_only_a_bias_cannot_be_folded_where_a_reader_has_none() -> None:
+def test_a_norm_with_only_a_bias_cannot_be_folded_where_a_reader_has_none():
     symmetry = symmetry_for("gptj")
     state = state_of("gptj")
     fold = next(fold for fold in symmetry.folds if fold.bias and not fold.holds_bias)
@@ -143,7 +143,7 @@ def test_a_norm_with_only_a_bias_cannot_be_folded_where_a_reader_has_none() -> N
     assert change("gptj", canonical(state, symmetry), state) <= 1e-10
 
 
-def test_tables_that_also_read_a_norm_become_separate() -> None:
+def test_tables_that_also_read_a_norm_become_separate():
     tied = ("lm_head.weight", "transformer.wte.weight")
     state = state_of("gpt2")
     state = {name: state[tied[1] if name in tied else name] for name in sorted(state)}
@@ -160,7 +160,7 @@ def test_tables_that_also_read_a_norm_become_separate() -> None:
 
 
 @pytest.mark.parametrize("name", TRIED)
-def test_a_rotated_model_meets_its_anchor(name: str) -> None:
+def test_a_rotated_model_meets_its_anchor(name):
     symmetry = symmetry_for(name)
     parts = movable(symmetry)
     folded = in_form(name)
@@ -170,7 +170,7 @@ def test_a_rotated_model_meets_its_anchor(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_rotation_is_the_best_one(name: str) -> None:
+def test_the_rotation_is_the_best_one(name):
     """Against scipy's solution of the same problem, in a basis of what the rotation
     moves.
     """
@@ -192,7 +192,7 @@ def test_the_rotation_is_the_best_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
-def test_activations_turn_with_the_stream(name: str) -> None:
+def test_activations_turn_with_the_stream(name):
     """Seen after a rotation they are the rotated ones: no basis of the client's is
     preferred.
     """

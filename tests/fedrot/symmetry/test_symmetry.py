@@ -82,7 +82,7 @@ RENAMED = {
 
 @pytest.mark.parametrize("change", RENAMED.values(), ids=RENAMED)
 @pytest.mark.parametrize("name", models.FEW)
-def test_wrapped_models_are_described_like_their_own(name: str, change: Any) -> None:
+def test_wrapped_models_are_described_like_their_own(name, change):
     plain = symmetry_for(name)
     state = {change(key): t for key, t in state_of(name).items()}
     assert len(state) == len(plain.shapes)
@@ -103,7 +103,7 @@ def test_wrapped_models_are_described_like_their_own(name: str, change: Any) -> 
 
 
 @pytest.mark.parametrize("name", models.EVERY)
-def test_shapes_alone_and_dictionaries_give_the_same_groups(name: str) -> None:
+def test_shapes_alone_and_dictionaries_give_the_same_groups(name):
     state, config, full = state_of(name), config_of(name), symmetry_for(name)
     assert symmetry_of(config.to_dict(), state) == full
     meta = {key: tensor.to("meta") for key, tensor in state.items()}
@@ -114,15 +114,15 @@ def test_shapes_alone_and_dictionaries_give_the_same_groups(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_short_floats_and_integers_that_are_no_weights_are_fine(
-    dtype: Any,
-) -> None:
+    dtype,
+):
     state = state_of(models.FEW[0], dtype=dtype) | {
         "bert.embeddings.position_ids": torch.arange(40)[None]
     }
     assert symmetry_of(config_of(models.FEW[0]), state).refused == {}
 
 
-def test_the_rotary_share_of_older_configurations_is_read() -> None:
+def test_the_rotary_share_of_older_configurations_is_read():
     """GPT-NeoX called it ``rotary_pct`` before transformers 5."""
     config = families.config_of("gpt-neox").to_dict()
     share = config.pop("rope_parameters")["partial_rotary_factor"]
@@ -343,7 +343,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "change", "words"), REFUSED.values(), ids=REFUSED)
-def test_models_are_refused_in_words(name: str, change: Change, words: Any) -> None:
+def test_models_are_refused_in_words(name, change, words):
     config = config_of(name).to_dict()
     state = state_of(name)
     change(config, state)
@@ -353,7 +353,7 @@ def test_models_are_refused_in_words(name: str, change: Change, words: Any) -> N
 
 
 @pytest.mark.parametrize("config", ["bert", 3, None, [("model_type", "bert")]])
-def test_a_config_of_another_type_is_refused(config: object) -> None:
+def test_a_config_of_another_type_is_refused(config):
     with pytest.raises(SymmetryError, match="config"):
         symmetry_of(config, state_of(BERT))
 
@@ -415,9 +415,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize(("name", "change", "parts", "word"), PARTS.values(), ids=PARTS)
-def test_parts_are_refused_and_all_others_move(
-    name: str, change: Change, parts: Any, word: str
-) -> None:
+def test_parts_are_refused_and_all_others_move(name, change, parts, word):
     state = state_of(name)
     change({}, state)
     symmetry = symmetry_of(config_of(name), state)
@@ -445,7 +443,7 @@ def test_parts_are_refused_and_all_others_move(
         )
 
 
-def test_a_head_that_reads_the_stream_may_be_tied_to_a_table_on_it() -> None:
+def test_a_head_that_reads_the_stream_may_be_tied_to_a_table_on_it():
     shared = dict.fromkeys((POSITIONS, "classifier.weight"), ones(3, WIDTH))
     symmetry = symmetry_of(config_of("bert-tokens"), state_of("bert-tokens") | shared)
     assert symmetry.tied == ((POSITIONS, "classifier.weight"),)

@@ -15,9 +15,7 @@ NOTHING = torch.zeros(1)
 
 
 @pytest.mark.parametrize(("means", "taken"), [([1, 0.9, 0.8], 2), ([1, 1.1, 1.2], 0)])
-def test_the_best_candidate_is_taken_if_it_is_better_than_the_old(
-    means: list[float], taken: int
-) -> None:
+def test_the_best_candidate_is_taken_if_it_is_better_than_the_old(means, taken):
     old, *others = (Candidate(place, NOTHING, NOTHING) for place in range(3))
     votes = Votes([answer(*means)] * 4, [old, *others])
     choice = choose(votes, old, others)
@@ -27,7 +25,7 @@ def test_the_best_candidate_is_taken_if_it_is_better_than_the_old(
 
 
 @pytest.mark.parametrize(("spread", "fits"), [(1e-1, True), (1e-4, False)])
-def test_heads_whose_logits_have_no_loss_are_refused(spread: float, fits: bool) -> None:
+def test_heads_whose_logits_have_no_loss_are_refused(spread, fits):
     """The logits of classes far apart beside their spread exceed the largest loss."""
     labels = np.arange(40) % 2
     noise = np.random.default_rng(0).normal(size=(40, 3))

@@ -56,7 +56,7 @@ def heads_of(
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2-classifier", "deberta-embedding"])
-def test_losses_of_heads_are_those_of_models_with_these_heads(name: str) -> None:
+def test_losses_of_heads_are_those_of_models_with_these_heads(name):
     """The squares are those of a loop over rows, against the old model or a head's
     partner.
     """
@@ -96,7 +96,7 @@ def test_losses_of_heads_are_those_of_models_with_these_heads(name: str) -> None
                 )
 
 
-def test_one_model_may_come_with_other_weights_and_not_with_other_rows() -> None:
+def test_one_model_may_come_with_other_weights_and_not_with_other_rows():
     model = model_of("bert")
     rows = [batch_for("bert", 4, seed) for seed in (1, 2)]
     heads = [heads_of("bert", model, [1], [-1])]
@@ -133,7 +133,7 @@ def test_one_model_may_come_with_other_weights_and_not_with_other_rows() -> None
         (lambda h: TaskHeads(*(value[:0] for value in h)), r"partners \[\]"),
     ],
 )
-def test_heads_that_do_not_fit_the_layer_are_refused(change: Any, message: str) -> None:
+def test_heads_that_do_not_fit_the_layer_are_refused(change, message):
     model = model_of("bert")
     heads = change(heads_of("bert", model, [1, 2], [-1, 0]))
     with pytest.raises(FedrotError, match=message):
@@ -147,9 +147,7 @@ def sums_of(losses: Tensor, rows: float = 5, correct: float = 3) -> LossSums:
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), sharpness=st.floats(0.5, 8))
-def test_the_best_temperature_is_within_a_step_of_the_optimum(
-    seed: int, sharpness: float
-) -> None:
+def test_the_best_temperature_is_within_a_step_of_the_optimum(seed, sharpness):
     generator = seeded(seed)
     sure = 2 * normal(generator, 60, CLASSES)
     labels = torch.multinomial(sure.softmax(1), 1, generator=generator)[:, 0].numpy()
@@ -166,7 +164,7 @@ def test_the_best_temperature_is_within_a_step_of_the_optimum(
     assert abs(math.log2(found * optimum.x)) <= 1 / 8 + 1e-5
 
 
-def test_of_equal_losses_the_temperature_nearest_to_1_is_best() -> None:
+def test_of_equal_losses_the_temperature_nearest_to_1_is_best():
     assert (
         best_temperature(sums_of(torch.full((len(TEMPERATURES),), 5.0).double())) == 1
     )
@@ -174,7 +172,7 @@ def test_of_equal_losses_the_temperature_nearest_to_1_is_best() -> None:
     assert doctest.testmod(module) == (0, 1)
 
 
-def test_a_temperature_folds_into_the_dtype_of_the_layer_or_is_refused() -> None:
+def test_a_temperature_folds_into_the_dtype_of_the_layer_or_is_refused():
     state = {
         "score.weight": torch.tensor([[3.0]]).bfloat16(),
         "score.bias": torch.tensor([1.0]).half(),
@@ -215,13 +213,13 @@ def test_a_temperature_folds_into_the_dtype_of_the_layer_or_is_refused() -> None
         (lambda s: {"counts": s.counts.flip(0)}, "of 3.0 rows"),
     ],
 )
-def test_sums_that_no_rows_have_are_refused(change: Any, message: str) -> None:
+def test_sums_that_no_rows_have_are_refused(change, message):
     sums = sums_of(torch.arange(1.0, 50).double())
     with pytest.raises(UpdateError, match=message):
         replace(sums, **change(sums))
 
 
-def test_choices_of_a_question_have_a_loss() -> None:
+def test_choices_of_a_question_have_a_loss():
     model = fresh_model("bert-choice")
     batch = {**tokens("bert-choice"), "labels": torch.tensor([1])}
     with torch.no_grad():

@@ -127,9 +127,7 @@ ORACLES = {SINGLE: discriminant, SEVERAL: of_two_classes, REGRESSION: ridge}
         st.sampled_from((0.0, 0.01, 0.1, 0.5, 1.0)), min_size=1, max_size=3
     ),
 )
-def test_heads_are_those_of_the_rows(
-    seed: int, problem: str, size: int, rows: int, shrinkages: Any
-) -> None:
+def test_heads_are_those_of_the_rows(seed, problem, size, rows, shrinkages):
     features, labels = drawn(problem, seed, rows, size)
     weights, biases = fitted_task_heads(sums_of(features, labels, problem), shrinkages)
     assert (weights.dtype, biases.dtype) == (torch.float64, torch.float64)
@@ -141,9 +139,7 @@ def test_heads_are_those_of_the_rows(
 
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, ANY, st.integers(1, 40), st.sampled_from((0.0, 100.0)))
-def test_packed_sums_of_clients_have_the_head_of_all_rows(
-    seed: int, problem: str, rows: int, offset: float
-) -> None:
+def test_packed_sums_of_clients_have_the_head_of_all_rows(seed, problem, rows, offset):
     """Also if means are 100 times the deviations, and if units differ in size; no sums
     are refused.
     """
@@ -173,7 +169,7 @@ def test_packed_sums_of_clients_have_the_head_of_all_rows(
     assert np.abs(found - logits).max() <= 1e-4 * np.abs(logits - logits.mean(0)).max()
 
 
-def test_packed_sums_are_small() -> None:
+def test_packed_sums_are_small():
     features = np.random.default_rng(0).normal(size=(40, 768))
     sums = sums_of(features, np.arange(40) % 20, outputs=20)
     assert len(safetensors.torch.save(sums.packed())) <= 1.3e6
@@ -184,9 +180,7 @@ def test_packed_sums_are_small() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(seed=SEEDS, shrinkage=st.sampled_from((0.01, 0.1, 1.0)))
-def test_a_class_without_rows_is_never_the_most_likely(
-    seed: int, shrinkage: float
-) -> None:
+def test_a_class_without_rows_is_never_the_most_likely(seed, shrinkage):
     random = np.random.default_rng(seed)
     labels = np.concatenate([[0, 2, 0, 2], random.choice([0, 2], size=20)])
     features = (
@@ -205,7 +199,7 @@ def test_a_class_without_rows_is_never_the_most_likely(
     assert_close(bias[[0, 2]], alone[1])
 
 
-def test_a_label_of_no_row_or_of_every_row_has_log_odds_alone() -> None:
+def test_a_label_of_no_row_or_of_every_row_has_log_odds_alone():
     features, labels = drawn(SEVERAL)
     labels[:, 0], labels[:, 2] = 0, 1
     sums = sums_of(features, labels, SEVERAL)
@@ -225,7 +219,7 @@ def test_a_label_of_no_row_or_of_every_row_has_log_odds_alone() -> None:
     assert torch.equal(same, weight)
 
 
-def test_priors_take_the_place_of_the_shares_of_classes() -> None:
+def test_priors_take_the_place_of_the_shares_of_classes():
     features = np.random.default_rng(0).normal(size=(60, 4))
     labels = np.arange(60) % CLASSES
     sums = sums_of(features, labels)
@@ -243,8 +237,8 @@ def test_priors_take_the_place_of_the_shares_of_classes() -> None:
     ("problem", "shrinkage"), [(SINGLE, 0.05), (SINGLE, 0.5), (REGRESSION, 0.1)]
 )
 def test_weights_hold_the_bias_times_the_regression_of_1_on_the_features(
-    problem: str, shrinkage: float
-) -> None:
+    problem, shrinkage
+):
     features, labels = drawn(problem, 6, rows=60, size=4)
     sums = sums_of(features, labels, problem)
     mean = features.mean(0)
@@ -303,18 +297,14 @@ BAD_PACKED = [
 
 
 @pytest.mark.parametrize(("problem", "name", "change", "message"), BAD)
-def test_sums_that_no_rows_have_are_refused(
-    problem: str, name: str, change: Any, message: str
-) -> None:
+def test_sums_that_no_rows_have_are_refused(problem, name, change, message):
     sums = sums_of(*drawn(problem), problem)
     with pytest.raises(UpdateError, match=message):
         replace(sums, **{name: change(getattr(sums, name))})
 
 
 @pytest.mark.parametrize(("name", "change", "message"), BAD_PACKED)
-def test_packed_sums_that_no_rows_have_are_refused(
-    name: str, change: Any, message: str
-) -> None:
+def test_packed_sums_that_no_rows_have_are_refused(name, change, message):
     arrays = sums_of(*drawn(SINGLE)).packed()
     arrays[name] = change(arrays.get(name, arrays["scatter"]))
     with pytest.raises(UpdateError, match=message):
@@ -360,7 +350,7 @@ def _of(labels: list[int], rows: int = 4, size: int = 4) -> ClassSums:
         (lambda: fitted_task_heads(_of([0, 1, 0, 1]), []), "no shrinkage"),
     ],
 )
-def test_sums_that_determine_no_head_are_refused(call: Any, message: str) -> None:
+def test_sums_that_determine_no_head_are_refused(call, message):
     with pytest.raises(FedrotError, match=message):
         call()
 
@@ -400,9 +390,7 @@ LOSSES = {
         ("gpt2", None, 1),
     ],
 )
-def test_a_model_has_the_head_and_losses_of_its_rows(
-    kind: str, problem: Any, outputs: int
-) -> None:
+def test_a_model_has_the_head_and_losses_of_its_rows(kind, problem, outputs):
     model = tiny_classifier(kind, num_labels=outputs, problem_type=problem)
     model = randomise(model).double().train()
     name = problem_type_of(model.config)
@@ -457,9 +445,7 @@ def test_a_model_has_the_head_and_losses_of_its_rows(
         (SINGLE, [0] * 4, r"int64 \[4\], the logits \[5, 3\]"),
     ],
 )
-def test_labels_of_another_problem_are_refused(
-    problem: str, labels: Any, message: str
-) -> None:
+def test_labels_of_another_problem_are_refused(problem, labels, message):
     model = tiny_classifier("bert", num_labels=3, problem_type=problem)
     batch = batch_of(5, 5)
     if labels is not None:

@@ -54,8 +54,8 @@ def assert_close(
 
 @pytest.mark.parametrize("name", LAST)
 def test_sums_losses_and_logits_of_every_family_are_those_of_a_loop_over_rows(
-    name: str,
-) -> None:
+    name,
+):
     model = model_of(name)
     head = LAST[name]
     batches = [batch_for(name, 6, seed=1), batch_for(name, 5, seed=2)]
@@ -96,7 +96,7 @@ def test_sums_losses_and_logits_of_every_family_are_those_of_a_loop_over_rows(
 
 
 @pytest.mark.parametrize("name", LAST)
-def test_features_are_within_what_the_model_allows(name: str) -> None:
+def test_features_are_within_what_the_model_allows(name):
     """Also with weights that drive tanh to its ends; larger features are refused."""
     model = model_of(name)
     with torch.no_grad():
@@ -120,9 +120,7 @@ def test_features_are_within_what_the_model_allows(name: str) -> None:
         ("vit", torch.bfloat16),
     ],
 )
-def test_features_and_losses_of_half_precision_are_summed_in_float64(
-    name: str, dtype: Any
-) -> None:
+def test_features_and_losses_of_half_precision_are_summed_in_float64(name, dtype):
     model = model_of(name).to(dtype)
     batch = {
         k: v.to(dtype) if v.is_floating_point() else v
@@ -140,7 +138,7 @@ def test_features_and_losses_of_half_precision_are_summed_in_float64(
     )
 
 
-def test_neither_order_nor_size_of_batches_matters_and_clients_add_up() -> None:
+def test_neither_order_nor_size_of_batches_matters_and_clients_add_up():
     model = model_of("gpt2-classifier")
     batch = batch_for("gpt2-classifier", 6)
     single = [{key: v[i : i + 1] for key, v in batch.items()} for i in (4, 0, 5, 2, 3)]
@@ -157,9 +155,7 @@ def test_neither_order_nor_size_of_batches_matters_and_clients_add_up() -> None:
         torch.testing.assert_close(found.losses, losses.losses, rtol=1e-12, atol=0)
 
 
-def test_a_head_is_written_in_the_models_dtype_and_refused_where_it_does_not_fit() -> (
-    None
-):
+def test_a_head_is_written_in_the_models_dtype_and_refused_where_it_does_not_fit():
     state = {
         "score.weight": torch.zeros(3, 5, dtype=torch.float16),
         "other": torch.zeros(2),
@@ -212,7 +208,7 @@ THREE = {"classifier.weight": (3, 8)}
         ({"num_labels": 1}, {"classifier.weight": (1, 8)}, "classifier"),
     ],
 )
-def test_the_last_layer_is_found(settings: Any, tensors: Any, expected: str) -> None:
+def test_the_last_layer_is_found(settings, tensors, expected):
     assert task_head_of(settings, tensors) == expected
 
 
@@ -252,9 +248,7 @@ SINGLE_ONE = {"num_labels": 1, "problem_type": "single_label_classification"}
         ),
     ],
 )
-def test_a_model_without_one_head_of_classes_is_told(
-    config: Any, tensors: Any, error: Any, message: str
-) -> None:
+def test_a_model_without_one_head_of_classes_is_told(config, tensors, error, message):
     with pytest.raises(error, match=message):
         task_head_of(config, tensors)
 
@@ -269,9 +263,7 @@ def test_a_model_without_one_head_of_classes_is_told(
         ("bert", "score", "has no linear layer 'score'"),
     ],
 )
-def test_another_layer_than_the_last_is_refused(
-    name: str, head: str, message: str
-) -> None:
+def test_another_layer_than_the_last_is_refused(name, head, message):
     for model in (model_of(name), *[model_of(name).bfloat16()] * (name == "camembert")):
         with pytest.raises(FedrotError, match=message):
             collect_classes(model, [batch_for(name, 4)], head)
@@ -302,17 +294,13 @@ class _Odd(nn.Module):
         (lambda score, x: score(x.expand(300, 4))[257:258].bfloat16(), 1),
     ],
 )
-def test_logits_that_are_not_the_outputs_of_the_head_are_refused(
-    logits: Any, rows: int
-) -> None:
+def test_logits_that_are_not_the_outputs_of_the_head_are_refused(logits, rows):
     batch = {"x": torch.randn(rows, 4), "labels": torch.arange(rows) % CLASSES}
     with pytest.raises(FedrotError, match="model's logits"):
         collect_classes(_Odd(logits), [batch], "score")
 
 
-def test_no_rows_classes_or_logits_and_features_that_are_not_finite_are_refused() -> (
-    None
-):
+def test_no_rows_classes_or_logits_and_features_that_are_not_finite_are_refused():
     vit = model_of("vit")
     batch = batch_for("vit", 3)
     for collect in (lambda m, b: collect_classes(m, b, "classifier"), collect_losses):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,9 +35,7 @@ def totals_of(clients: Sequence[ClassSums], order: Iterable[int]) -> Totals:
 
 @settings(max_examples=50, deadline=None)
 @given(order=st.permutations(range(11)), scale=st.sampled_from([1e-6, 1.0, 1e6]))
-def test_totals_are_the_sums_of_capped_rows_in_any_order(
-    order: list[int], scale: float
-) -> None:
+def test_totals_are_the_sums_of_capped_rows_in_any_order(order, scale):
     clients = [drawn(node, 12 if node else 90, scale) for node in range(11)]
     shares = [18 / 90, *[1.0] * 10]
     totals = totals_of(clients, order)
@@ -60,7 +57,7 @@ def test_totals_are_the_sums_of_capped_rows_in_any_order(
 
 
 @pytest.mark.parametrize("kept", [0, 9, 10])
-def test_classes_that_only_left_out_groups_tell_keep_all_their_rows(kept: int) -> None:
+def test_classes_that_only_left_out_groups_tell_keep_all_their_rows(kept):
     """A client with a class of its own is left out with what it says of others' classes
     alone.
     """
@@ -81,15 +78,13 @@ def test_classes_that_only_left_out_groups_tell_keep_all_their_rows(kept: int) -
 
 
 @pytest.mark.parametrize(("times", "kept"), [(0.99, [0, 1, 2]), (1.01, [0, 1])])
-def test_groups_of_features_longer_than_usual_are_left_out(
-    times: float, kept: list[int]
-) -> None:
+def test_groups_of_features_longer_than_usual_are_left_out(times, kept):
     """The mean square of the third client's features is so many times the limit."""
     clients = [drawn(0, 40, scale) for scale in (1, 1, (times * LONGEST) ** 0.5)]
     assert [*totals_of(clients, range(3)).groups()] == kept
 
 
-def test_sums_are_checked_once_for_each_client(monkeypatch: Any) -> None:
+def test_sums_are_checked_once_for_each_client(monkeypatch):
     """Totals, groups and sums without a group are the server's own."""
     checked: list[Tensor] = []
     kind = sums.kind_named("gram")

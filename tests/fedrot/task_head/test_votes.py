@@ -49,7 +49,7 @@ def slow_centre(values: Any, weights: list[float]) -> float:
 
 @settings(max_examples=200, deadline=None)
 @given(clients=CLIENTS)
-def test_the_centre_is_the_mean_of_what_is_left_in_the_middle(clients: Any) -> None:
+def test_the_centre_is_the_mean_of_what_is_left_in_the_middle(clients):
     rows, values = zip(*clients, strict=True)
     weights = weights_of(rows)
     shares = weights / weights.sum()
@@ -62,7 +62,7 @@ def test_the_centre_is_the_mean_of_what_is_left_in_the_middle(clients: Any) -> N
 
 @settings(max_examples=200, deadline=None)
 @given(rows=st.lists(st.integers(1, 10**12), min_size=4, max_size=4))
-def test_no_client_of_four_has_half_of_the_rows(rows: Any) -> None:
+def test_no_client_of_four_has_half_of_the_rows(rows):
     weights = capped(rows)
     assert max(weights) < sum(weights) / 2
     for weight, count in zip(weights, rows, strict=True):
@@ -74,7 +74,7 @@ def test_no_client_of_four_has_half_of_the_rows(rows: Any) -> None:
     clients=CLIENTS,
     lies=st.lists(st.tuples(st.integers(1, 10**12), st.floats(-1e6, 1e6)), max_size=4),
 )
-def test_a_quarter_of_the_clients_turns_nothing(clients: Any, lies: Any) -> None:
+def test_a_quarter_of_the_clients_turns_nothing(clients, lies):
     """The guarantee of docs/how-to/different-labels.md, for any honest changes of loss
     and any lies.
     """
@@ -95,7 +95,7 @@ def test_a_quarter_of_the_clients_turns_nothing(clients: Any, lies: Any) -> None
         assert shares @ honest <= quarter / (weights.sum() - quarter) * reach + 1e-9
 
 
-def test_a_huge_loss_of_the_servers_model_counts_against_it() -> None:
+def test_a_huge_loss_of_the_servers_model_counts_against_it():
     """Three honest clients whose old losses are huge, and one that lies about both."""
     votes = Votes([answer(1e6)] * 3 + [answer(0.0)], ["old"])
     new = torch.tensor([2.0, 2.0, 2.0, 1e6]).double()
@@ -113,9 +113,7 @@ def test_a_huge_loss_of_the_servers_model_counts_against_it() -> None:
         pytest.param(0.01, 0.0, False, id="nobody gains"),
     ],
 )
-def test_groups_that_few_clients_need_stay(
-    others: float, two: float, pays: bool
-) -> None:
+def test_groups_that_few_clients_need_stay(others, two, pays):
     """Of eight clients, two lose. A change counts up to 2, and 0.1 of the others' loss
     is tolerated.
     """
@@ -143,15 +141,13 @@ def harmful(means: list[float], deviation: float = 0.0) -> list[int]:
         pytest.param([1.0, 0.8, 0.8, 0.9], 0.0, [], id="no gain"),
     ],
 )
-def test_a_group_is_left_out_for_a_gain_beyond_the_error(
-    means: list[float], deviation: float, left_out: list[int]
-) -> None:
+def test_a_group_is_left_out_for_a_gain_beyond_the_error(means, deviation, left_out):
     _, fitted, *_ = means
     assert harmful([*means, fitted, fitted], deviation) == left_out
 
 
 @pytest.mark.parametrize(("groups", "most"), [(4, 1), (7, 1), (8, 2)])
-def test_at_most_a_quarter_of_the_groups_is_left_out(groups: int, most: int) -> None:
+def test_at_most_a_quarter_of_the_groups_is_left_out(groups, most):
     """All groups harm; those with the largest gains go first."""
     worst = list(range(groups - most, groups))
     without = [0.9 - 0.01 * (1 + group) for group in range(groups)]
@@ -170,6 +166,6 @@ def test_at_most_a_quarter_of_the_groups_is_left_out(groups: int, most: int) -> 
     ],
 )
 def test_within_its_error_the_centre_gives_way_to_the_mean(
-    centre: float, mean: float, error: float, decisive: float
-) -> None:
+    centre, mean, error, decisive
+):
     assert Change(centre, mean, error).decisive == decisive

@@ -47,26 +47,26 @@ disjoint = [[0, 1], [2, 3]]
 
 
 @pytest.fixture(scope="module")
-def grid_file(tmp_path_factory: Any) -> Path:
+def grid_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("grid") / "grid.toml"
     path.write_text(GRID)
     return path
 
 
 @pytest.fixture(scope="module")
-def finished(grid_file: Path) -> Path:
+def finished(grid_file):
     out = grid_file.parent / "run"
     laboratory.run(grid_file, "--out", out, "--workers", 1)
     return out
 
 
 @pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
+def run(finished, tmp_path):
     """A copy of the finished run that the test may change."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-def test_the_rows_of_the_grid_are_complete(finished: Path) -> None:
+def test_the_rows_of_the_grid_are_complete(finished):
     rows = read_rows(finished / "rows.jsonl")
     pairs = ("labels-same 0-1", "labels-thirds 0-1")
     pairs += ("tokens-disjoint 0-1", "tokens-disjoint 2-3")
@@ -90,7 +90,7 @@ def test_the_rows_of_the_grid_are_complete(finished: Path) -> None:
     assert json.loads((finished / "versions.json").read_text())["torch"]
 
 
-def test_matching_keeps_the_ends_and_comes_closer(finished: Path) -> None:
+def test_matching_keeps_the_ends_and_comes_closer(finished):
     for line in lines_of(read_rows(finished / "rows.jsonl")):
         ends = [line.metrics[end]["loss"] for end in (0, -1)]
         if line.method == "vanilla":
@@ -100,9 +100,7 @@ def test_matching_keeps_the_ends_and_comes_closer(finished: Path) -> None:
         assert line.method != "whole" or line.after < line.before
 
 
-def test_what_is_missing_is_done_again_with_the_same_result(
-    run: Path, grid_file: Path
-) -> None:
+def test_what_is_missing_is_done_again_with_the_same_result(run, grid_file):
     """One pair is gone, and an interrupted write left its temporary file."""
     before = read_rows(run / "rows.jsonl")
     files = contents(run)
@@ -119,9 +117,7 @@ def test_what_is_missing_is_done_again_with_the_same_result(
     assert len(json.loads((run / "config.json").read_text())["commands"]) == 2
 
 
-def test_a_failing_pair_leaves_what_was_done(
-    grid_file: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_failing_pair_leaves_what_was_done(grid_file, tmp_path, monkeypatch):
     def fail(*_: object) -> Any:
         raise RuntimeError("out of luck")
 
@@ -157,9 +153,7 @@ def test_a_failing_pair_leaves_what_was_done(
         (GRID[GRID.index("[[task]]") :], "", "needs a table [[experiment]]"),
     ],
 )
-def test_an_impossible_grid_is_refused(
-    before: str, after: str, expected: str, run: Path, tmp_path: Path
-) -> None:
+def test_an_impossible_grid_is_refused(before, after, expected, run, tmp_path):
     path = tmp_path / "grid.toml"
     path.write_text(GRID.replace(before, after))
     there = contents(run)
@@ -172,9 +166,7 @@ def test_an_impossible_grid_is_refused(
     ("sharing", "common", "each"),
     [("same", 300, 300), ("thirds", 100, 200), ("disjoint", 0, 150)],
 )
-def test_models_share_the_rows_they_should(
-    sharing: Any, common: int, each: int
-) -> None:
+def test_models_share_the_rows_they_should(sharing, common, each):
     both, again, others = (
         [rows.tolist() for rows in shared_rows(300, sharing, seeds)]
         for seeds in ((4, 5), (4, 5), (6, 7))
@@ -186,7 +178,7 @@ def test_models_share_the_rows_they_should(
     assert sharing == "same" or both[0] != others[0]
 
 
-def test_what_is_no_grid_or_lies_elsewhere(grid_file: Path, tmp_path: Path) -> None:
+def test_what_is_no_grid_or_lies_elsewhere(grid_file, tmp_path):
     line = (grid_file, "--out", tmp_path / "run")
     laboratory.run(*line, "--ray", "here", code=2, says="only on experiments")
     laboratory.run(*line, "--dry-run", code=2, says="only on experiments")

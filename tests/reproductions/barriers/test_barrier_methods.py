@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from fedrot import FedrotError, Symmetry, canonical, random_equivalent, symmetry_of
+from fedrot import FedrotError, canonical, random_equivalent, symmetry_of
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.models import build_model
-from fedrot.simulations.tasks.training import Task, task_of
+from fedrot.simulations.tasks.training import task_of
 from fedrot.symmetry import WHOLE_MODEL
 from reproductions.barriers import line as line_module
 from reproductions.barriers import methods
@@ -35,33 +35,33 @@ measure = partial(line_module.measure, points=3, cell="c", pair="0-1")
 
 
 @pytest.fixture(scope="module")
-def task() -> Task:
+def task():
     return task_of(Experiment(task="mlm", **SMALL).to_json())
 
 
 @pytest.fixture(scope="module")
-def model(task: Task) -> torch.nn.Module:
+def model(task):
     return build_model(task.experiment, task.data, seed=0)
 
 
 @pytest.fixture(scope="module")
-def symmetry(model: torch.nn.Module) -> Symmetry:
+def symmetry(model):
     return symmetry_of(model.config, model.state_dict())
 
 
 @pytest.fixture(scope="module")
-def client(task: Task) -> torch.nn.Module:
+def client(task):
     """A model of another seed."""
     return build_model(task.experiment, task.data, seed=1)
 
 
 @pytest.fixture
-def batches(task: Task, model: torch.nn.Module) -> Any:
+def batches(task, model):
     return training_batches(task, model, 64)
 
 
 @pytest.fixture(autouse=True)
-def _few_steps(monkeypatch: Any) -> None:
+def _few_steps(monkeypatch):
     """What is learned in 600 steps is tested elsewhere; here it is enough that
     something is.
     """
@@ -73,12 +73,12 @@ def _few_steps(monkeypatch: Any) -> None:
 
 
 def test_every_method_hides_labels_and_changes_neither_model(
-    model: torch.nn.Module,
-    client: torch.nn.Module,
-    symmetry: Symmetry,
-    batches: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    model,
+    client,
+    symmetry,
+    batches,
+    monkeypatch,
+):
     seen = []
     original = methods.collect_activations
 
@@ -101,9 +101,7 @@ def test_every_method_hides_labels_and_changes_neither_model(
     assert all(map(equal, map(parts, (model, client)), before))
 
 
-def test_whole_model_methods_undo_a_random_equivalent(
-    task: Task, model: torch.nn.Module, symmetry: Symmetry, batches: Any
-) -> None:
+def test_whole_model_methods_undo_a_random_equivalent(task, model, symmetry, batches):
     state = random_equivalent(model.state_dict(), symmetry, 3, WHOLE_MODEL)
     client = with_state(model, state)
     for name in ("whole", "whole+probe", "whole+data"):
@@ -114,7 +112,7 @@ def test_whole_model_methods_undo_a_random_equivalent(
     assert vanilla.metrics[0] == pytest.approx(vanilla.metrics[-1], abs=1e-4, rel=1e-4)
 
 
-def test_methods_that_rotate_the_stream_undo_a_rotation_of_it() -> None:
+def test_methods_that_rotate_the_stream_undo_a_rotation_of_it():
     task = task_of(Experiment(task="clm", architecture="gpt2", **SMALL).to_json())
     model = build_model(task.experiment, task.data, seed=0)
     symmetry = symmetry_of(model.config, model.state_dict())
@@ -132,7 +130,7 @@ def test_methods_that_rotate_the_stream_undo_a_rotation_of_it() -> None:
         assert line.after < 1e-2 * line.before or name == "stream+learned"
 
 
-def test_models_that_cannot_be_rotated_are_refused(task: Task, model: Any) -> None:
+def test_models_that_cannot_be_rotated_are_refused(task, model):
     tied = GPT2LMHeadModel(
         GPT2Config(vocab_size=12, n_layer=1, n_head=2, n_embd=8, n_positions=4)
     )
@@ -146,13 +144,13 @@ def test_models_that_cannot_be_rotated_are_refused(task: Task, model: Any) -> No
 
 
 def test_a_method_may_refine_the_client(
-    task: Task,
-    model: torch.nn.Module,
-    client: torch.nn.Module,
-    symmetry: Symmetry,
-    batches: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    task,
+    model,
+    client,
+    symmetry,
+    batches,
+    monkeypatch,
+):
     moved = match(METHODS["whole"], model, client, symmetry, batches)
 
     def refine(anchor: Any, aligned: Any, *_: object) -> dict[str, torch.Tensor]:
@@ -166,7 +164,7 @@ def test_a_method_may_refine_the_client(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_ends_are_exact_and_dtypes_stay(dtype: Any) -> None:
+def test_the_ends_are_exact_and_dtypes_stay(dtype):
     generator = torch.Generator().manual_seed(0)
     a, b = ({"w": torch.randn(50, generator=generator).to(dtype)} for _ in range(2))
     assert torch.equal(interpolate(a, b, 0)["w"], a["w"])
@@ -194,13 +192,13 @@ def line(pair: str, method: str, *losses: float) -> BarrierLine:
         ((0.1, math.inf, 0.1), math.inf),
     ],
 )
-def test_the_barrier_of_a_line(losses: Any, barrier: float) -> None:
+def test_the_barrier_of_a_line(losses, barrier):
     assert line("0-1", "vanilla", *losses).barrier == pytest.approx(
         barrier, nan_ok=True
     )
 
 
-def test_means_and_intervals_are_over_pairs() -> None:
+def test_means_and_intervals_are_over_pairs():
     middles = (("0-1", "whole", 0.2), ("2-3", "whole", 0.4))
     middles += (("0-1", "vanilla", 0.5), ("2-3", "vanilla", 0.7))
     (table,) = tables([line(*names, 0.1, middle, 0.1) for *names, middle in middles])
@@ -211,7 +209,7 @@ def test_means_and_intervals_are_over_pairs() -> None:
     assert (whole[3][:5], whole[4]) == ("0.700", "0.900, 0.900")
 
 
-def test_a_share_needs_a_vanilla_barrier() -> None:
+def test_a_share_needs_a_vanilla_barrier():
     whole = line("0-1", "whole", 0.1, 0.2, 0.1)
     for beside in ([], [line("0-1", "vanilla", 0.1, 0.1, 0.1)]):
         (table,) = tables([*beside, whole])

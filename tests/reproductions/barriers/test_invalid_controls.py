@@ -60,7 +60,7 @@ def matched(method: str, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return match(METHODS[method], ANCHOR, CLIENT, SYMMETRY, rows)
 
 
-def test_units_are_assigned_by_correlation_whatever_their_heads() -> None:
+def test_units_are_assigned_by_correlation_whatever_their_heads():
     found = ignore_heads(ANCHOR, CLIENT, SYMMETRY, batches())
     before = CLIENT.state_dict()
     for layer in range(2):
@@ -83,7 +83,7 @@ def test_units_are_assigned_by_correlation_whatever_their_heads() -> None:
     assert equal(found, others)
 
 
-def test_it_changes_the_function_and_head_permutations_do_not() -> None:
+def test_it_changes_the_function_and_head_permutations_do_not():
     inputs = {name: value for name, value in batches()[0].items() if name != "labels"}
 
     def change(method: str) -> float:
@@ -98,13 +98,13 @@ def test_it_changes_the_function_and_head_permutations_do_not() -> None:
     assert change("verma-ignore-heads") > 0.1
 
 
-def test_fewer_rows_are_the_first_ones() -> None:
+def test_fewer_rows_are_the_first_ones():
     full = [{k: v.repeat(8, 1) for k, v in batches()[0].items()}] * 2
     cut = [{k: v[:64] for k, v in full[0].items()}]
     assert equal(matched("verma-heads@64", full), matched("verma-heads", cut))
 
 
-def test_grouped_queries_have_no_such_control() -> None:
+def test_grouped_queries_have_no_such_control():
     config = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2)
     model = LlamaForCausalLM(config)
     symmetry = symmetry_of(config, model.state_dict())

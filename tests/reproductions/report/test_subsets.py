@@ -59,7 +59,7 @@ def table_of(rows: Rows, **changes: Any) -> SubsetTable | None:
     return subset_table(Run(rows=rows, experiments={"s": {**EXPERIMENT, **changes}}))
 
 
-def test_pairs_and_all_clients_by_hand() -> None:
+def test_pairs_and_all_clients_by_hand():
     table = table_of(rows(0))
     assert table is not None
     pairs, whole = (dict(zip(HEADER, line, strict=True)) for line in table.lines)
@@ -82,7 +82,7 @@ def test_pairs_and_all_clients_by_hand() -> None:
     assert whole["unseen F1"] == "0.350"
 
 
-def test_the_spread_is_over_seeds() -> None:
+def test_the_spread_is_over_seeds():
     table = table_of([*rows(0), *rows(1, shift=0.1)])
     assert table is not None
     pairs, whole = (dict(zip(HEADER, line, strict=True)) for line in table.lines)
@@ -91,7 +91,7 @@ def test_the_spread_is_over_seeds() -> None:
     assert "0.450 ± 0.071" in [line[1] for own in table.blocks() for line in own.lines]
 
 
-def test_runs_without_subsets_of_domains_have_no_table() -> None:
+def test_runs_without_subsets_of_domains_have_no_table():
     alone = {"plain": {"name": "plain"}}
     for other in (
         {"strategies": alone},
@@ -102,7 +102,7 @@ def test_runs_without_subsets_of_domains_have_no_table() -> None:
         assert table_of(rows(0), **other) is None
 
 
-def test_unfinished_cells_and_missing_scores_are_left_out() -> None:
+def test_unfinished_cells_and_missing_scores_are_left_out():
     joined = [
         {**row, "strategy": "joined"} for row in rows(0) if row["scope"] == "central"
     ]

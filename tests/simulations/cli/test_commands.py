@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import shlex
-from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -18,13 +16,13 @@ from fedrot.simulations.cli.commands import BAD_INPUT, FAILED, INTERRUPTED, comm
 from fedrot.simulations.cli.experiment_commands import RAY
 from fedrot.simulations.engine import Machine
 from fedrot.simulations.experiment import Experiment
-from tests.simulations.commands import Fields, invoke, run
+from tests.simulations.commands import invoke, run
 
 
 @pytest.fixture
 def seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> list[tuple[tuple[Any, ...], Fields]]:
+    monkeypatch,
+):
     """Arguments of the runs that commands would start."""
     calls = []
     monkeypatch.setattr(
@@ -33,9 +31,7 @@ def seen(
     return calls
 
 
-def test_simulate_has_at_most_fifteen_options_and_each_is_a_setting_or_of_the_run() -> (
-    None
-):
+def test_simulate_has_at_most_fifteen_options_and_each_is_a_setting_or_of_the_run():
     group = typer.main.get_command(app)
     options = [
         p for p in group.commands["simulate"].params if isinstance(p, click.Option)
@@ -55,7 +51,7 @@ def test_simulate_has_at_most_fifteen_options_and_each_is_a_setting_or_of_the_ru
     assert RAY not in Experiment.model_fields
 
 
-def test_options_reach_the_run(seen: Any, tmp_path: Path) -> None:
+def test_options_reach_the_run(seen, tmp_path):
     given = (
         "--seeds 5,6 --strategies fedavg,aligned --workers 3 --set lr=0.5 --set "
         "ray=here:1"
@@ -101,9 +97,7 @@ def test_options_reach_the_run(seen: Any, tmp_path: Path) -> None:
         (["layers=3", "model=m"], "Error in the settings: layers is for small models"),
     ],
 )
-def test_a_wrong_setting_is_named(
-    entries: Any, said: str, seen: Any, tmp_path: Path
-) -> None:
+def test_a_wrong_setting_is_named(entries, said, seen, tmp_path):
     given = [part for entry in entries for part in ("--set", entry)]
     run("simulate", "--out", tmp_path / "o", "--rounds", 1, *given, code=2, says=said)
     assert not seen
@@ -133,12 +127,12 @@ ERRORS = [
 
 @pytest.mark.parametrize(("error", "code", "said"), ERRORS, ids=repr)
 def test_errors_become_a_line_and_a_code(
-    error: BaseException,
-    code: int,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: Any,
-) -> None:
+    error,
+    code,
+    said,
+    tmp_path,
+    monkeypatch,
+):
     def fail(*_: object, **__: object) -> None:
         raise error
 
@@ -150,14 +144,14 @@ def test_errors_become_a_line_and_a_code(
 
 
 def test_the_command_is_noted_as_a_shell_takes_it(
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     line = ["simulate", "--out", "my runs/a", "--set", "lora={r = 2}"]
     monkeypatch.setattr("sys.argv", ["/somewhere/fedrot", *line])
     assert shlex.split(command_line()) == ["fedrot", *line]
 
 
-def test_a_flower_app_is_written_once(tmp_path: Path) -> None:
+def test_a_flower_app_is_written_once(tmp_path):
     assert invoke("flower-app", tmp_path / "deep" / "app") == (
         0,
         f"Flower app: {tmp_path}/deep/app",
@@ -173,7 +167,7 @@ def test_a_flower_app_is_written_once(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["app"]
 
 
-def test_a_report_is_of_a_folder_or_a_file(tmp_path: Path) -> None:
+def test_a_report_is_of_a_folder_or_a_file(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         json.dumps(

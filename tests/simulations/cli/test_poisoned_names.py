@@ -9,7 +9,6 @@ import logging
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -108,9 +107,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("name", [*FILES, *MODELS, *FOLDERS])
-def test_a_name_steers_no_terminal(
-    name: str, tmp_path: Path, capfd: Any, caplog: Any, monkeypatch: Any
-) -> None:
+def test_a_name_steers_no_terminal(name, tmp_path, capfd, caplog, monkeypatch):
     monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
     prepare()
     caplog.set_level("INFO")

@@ -11,7 +11,6 @@ import sys
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -35,9 +34,7 @@ def help_of(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_help_fits_a_screen_and_describes_everything(
-    name: str, monkeypatch: Any
-) -> None:
+def test_help_fits_a_screen_and_describes_everything(name, monkeypatch):
     lines = help_of(name, monkeypatch)
     assert len(lines) <= 36
     assert max(map(len, lines)) <= 80
@@ -54,7 +51,7 @@ def test_help_fits_a_screen_and_describes_everything(
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_help_ends_with_examples_that_work(name: str, monkeypatch: Any) -> None:
+def test_help_ends_with_examples_that_work(name, monkeypatch):
     """Every option of an example exists and takes its value; nothing is run."""
     lines = [line.strip() for line in help_of(name, monkeypatch)]
     start = max(i for i, line in enumerate(lines) if line in ("Example:", "Examples:"))
@@ -77,7 +74,7 @@ def test_help_ends_with_examples_that_work(name: str, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["[/x]", "[red]x"])
-def test_brackets_in_a_name_are_no_markup(name: str, tmp_path: Path) -> None:
+def test_brackets_in_a_name_are_no_markup(name, tmp_path):
     run("check", name, code=2, says=f"'{name}' cannot be loaded")
     folder = tmp_path / name
     fresh_model("bert-classifier").save_pretrained(folder)
@@ -151,7 +148,7 @@ def results_of(
 HELPS = ("--help", "--version", *(f"{name} --help" for name in COMMANDS))
 
 
-def test_help_and_unknown_options_import_nothing_heavy() -> None:
+def test_help_and_unknown_options_import_nothing_heavy():
     wrong = ["--wrong", "wrong", *(f"{name} --wrong" for name in COMMANDS)]
     codes, outputs, modules = results_of(*HELPS, *wrong)
     assert codes == [0] * len(HELPS) + [2] * len(wrong), outputs
@@ -162,7 +159,7 @@ def test_help_and_unknown_options_import_nothing_heavy() -> None:
     assert outputs[1] == f"fedrot {version['version']}"
 
 
-def test_mistakes_in_settings_import_nothing_heavy_but_numpy(tmp_path: Path) -> None:
+def test_mistakes_in_settings_import_nothing_heavy_but_numpy(tmp_path):
     (tmp_path / "a.toml").write_text("[[experiment]]\nwrong = 1\n")
     lines = [f"simulate --out run {mistake}" for mistake in MISTAKES]
     codes, outputs, modules = results_of(*lines, cwd=tmp_path)
@@ -170,7 +167,7 @@ def test_mistakes_in_settings_import_nothing_heavy_but_numpy(tmp_path: Path) -> 
     assert modules & HEAVY <= {"numpy"}
 
 
-def test_a_run_without_a_package_names_it() -> None:
+def test_a_run_without_a_package_names_it():
     codes, outputs, _ = results_of(
         *HELPS, "simulate --out run", lacking=["transformers"]
     )
@@ -178,7 +175,7 @@ def test_a_run_without_a_package_names_it() -> None:
     assert outputs[-1] == f"Error: This command needs transformers. {INSTALL}"
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_is_there():
     assert all(getattr(fedrot, name) is not None for name in fedrot.__all__)
     assert {*fedrot.__all__, "__version__"} <= {*dir(fedrot)}
     with pytest.raises(AttributeError, match="wrong"):

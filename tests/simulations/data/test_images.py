@@ -102,7 +102,7 @@ SEEN = {
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_pictures_are_as_they_are_seen(name: str, tmp_path: Path) -> None:
+def test_pictures_are_as_they_are_seen(name, tmp_path):
     file = SEEN[name][0]
     expected = np.asarray(SEEN[name][1])
     path = write(tmp_path / "seen.parquet", image=[file] * 10, label=["a", "b"] * 5)
@@ -115,8 +115,8 @@ def test_pictures_are_as_they_are_seen(name: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_classes_is_divided_and_other_files_are_named(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     photos = folder_of(tmp_path / "photos", dog=10, none=5)
     (photos / "dog" / "0.png").rename(photos / "dog" / "0.TIFF")
     folder_of(photos / "none", below=5)
@@ -138,7 +138,7 @@ def test_a_folder_of_classes_is_divided_and_other_files_are_named(
     assert load(photos)[0].train.labels.tolist() == data.train.labels.tolist()
 
 
-def test_a_folder_with_splits_of_its_own(tmp_path: Path) -> None:
+def test_a_folder_with_splits_of_its_own(tmp_path):
     folder_of(tmp_path / "images" / "photos" / "train", a=3, b=2)
     for count, split in enumerate(("test", "valid", "val", "validation"), start=1):
         folder_of(tmp_path / "images" / "photos" / split, b=count)
@@ -147,7 +147,7 @@ def test_a_folder_with_splits_of_its_own(tmp_path: Path) -> None:
         assert data.test.labels.tolist() == [1] * count
 
 
-def test_folders_without_images_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
+def test_folders_without_images_are_refused(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     folder_of(tmp_path / "half", a=3, b=0)
     folder_of(tmp_path / "alone" / "train", a=3)
@@ -170,7 +170,7 @@ def test_folders_without_images_are_refused(tmp_path: Path, monkeypatch: Any) ->
 
 
 @pytest.mark.parametrize("kind", ["bytes", "wrapped", "paths"])
-def test_a_table_of_images(kind: str, tmp_path: Path) -> None:
+def test_a_table_of_images(kind, tmp_path):
     files = [png((i, 0, 0)) for i in range(4)]
     if kind == "wrapped":
         files = [{"bytes": file, "path": None} for file in files]
@@ -211,12 +211,12 @@ MODELS = [
 
 @pytest.mark.parametrize(("fields", "processor", "expected"), MODELS)
 def test_a_pretrained_model_reads_its_own_size(
-    fields: Any,
-    processor: Any,
-    expected: Any,
-    tmp_path: Path,
-    monkeypatch: Any,
-) -> None:
+    fields,
+    processor,
+    expected,
+    tmp_path,
+    monkeypatch,
+):
     settings = SimpleNamespace(model_type="mine", **fields)
     monkeypatch.setattr(pictures, "pretrained_settings", lambda _: settings)
     if processor:
@@ -245,7 +245,7 @@ def test_a_pretrained_model_reads_its_own_size(
         torch.testing.assert_close(values, wanted, atol=1e-6, rtol=0)
 
 
-def test_images_of_an_experiment_without_a_model() -> None:
+def test_images_of_an_experiment_without_a_model():
     limits = {"train_limit": 20, "test_limit": 10}
     data, train, test = read_encoded(chosen("digits", task="image", **limits))
     assert (len(train), len(test)) == (20, 10)

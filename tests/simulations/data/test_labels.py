@@ -125,7 +125,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("case", "suffix"), CASES)
-def test_labels(case: Case, suffix: str, tmp_path: Path) -> None:
+def test_labels(case, suffix, tmp_path):
     labels, options, expected = case
     typed = isinstance(labels, pa.Array)
     rows = pa.concat_arrays([labels] * (ROWS // 2)) if typed else repeated(labels)
@@ -167,7 +167,7 @@ letters = st.text(st.characters(exclude_categories=("Cs",)))
     st.lists(letters, min_size=1, max_size=8)
     | st.lists(st.integers().map(str), min_size=1)
 )
-def test_classes_are_the_trimmed_composed_texts(values: Any) -> None:
+def test_classes_are_the_trimmed_composed_texts(values):
     names = [unicodedata.normalize("NFC", value).strip() for value in values]
     shapeless = {*map(chr, range(0xFE00, 0xFE10)), *"\u034f\u115f\u1160\u3164\uffa0"}
     table = pa.table({"label": values})
@@ -198,7 +198,7 @@ def test_classes_are_the_trimmed_composed_texts(values: Any) -> None:
         (["a", "b", "a b"], ""),
     ],
 )
-def test_classes_that_look_alike_are_named(labels: Any, alike: str) -> None:
+def test_classes_that_look_alike_are_named(labels, alike):
     table = pa.table({"label": labels})
     said = read(table, table).remarks
     assert said.startswith(
@@ -231,7 +231,7 @@ NAMED = [
 
 
 @pytest.mark.parametrize(("train", "test", "names", "expected"), NAMED)
-def test_names_of_classes(train: Any, test: Any, names: Any, expected: Any) -> None:
+def test_names_of_classes(train, test, names, expected):
     found = read(pa.table(train), pa.table(test), {"label": names} if names else {})
     assert (found.label_names, found.test.labels.tolist()) == expected
 
@@ -263,7 +263,7 @@ SEVERAL = [
 
 
 @pytest.mark.parametrize(("train", "test", "options", "expected"), SEVERAL)
-def test_boolean_columns(train: Any, test: Any, options: Any, expected: Any) -> None:
+def test_boolean_columns(train, test, options, expected):
     tables = pa.table(train), pa.table({**train, **test})
     if isinstance(expected, str):
         with pytest.raises(DataError, match=expected):
@@ -278,7 +278,7 @@ def divided(tmp_path: Path, **columns: Any) -> Any:
     return load_texts(chosen(write(tmp_path / "mine.parquet", **columns)))
 
 
-def test_a_file_is_divided_by_class_and_always_alike(tmp_path: Path) -> None:
+def test_a_file_is_divided_by_class_and_always_alike(tmp_path):
     uneven = repeated(["a", "a", "a", "b"])
     found = {}
     for suffix in (*TEXT_FILES, *TYPED_FILES):
@@ -299,7 +299,7 @@ def test_a_file_is_divided_by_class_and_always_alike(tmp_path: Path) -> None:
         assert "one in 5, drawn" in data.remarks
 
 
-def test_a_column_split_divides_a_file(tmp_path: Path) -> None:
+def test_a_column_split_divides_a_file(tmp_path):
     for names in (["train", " test", "train ", "validation"], ["train", "validation"]):
         columns = {"label": repeated([0, 1]), "split": repeated(names)}
         data = divided(tmp_path, text=TEXTS, **columns)
@@ -308,7 +308,7 @@ def test_a_column_split_divides_a_file(tmp_path: Path) -> None:
         assert "held out" not in data.remarks
 
 
-def test_a_limit_takes_the_same_rows_and_changes_no_classes(tmp_path: Path) -> None:
+def test_a_limit_takes_the_same_rows_and_changes_no_classes(tmp_path):
     path = write(tmp_path / "mine.csv", text=TEXTS, label=repeated([3, 5, 9, 12]))
     whole, part, more = (
         load_texts(chosen(path, train_limit=n, test_limit=n)) for n in (None, 2, 4)

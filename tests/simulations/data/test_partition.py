@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -42,7 +40,7 @@ def counts(spec: str, clients: int = 5, labels: np.ndarray = LABELS) -> np.ndarr
 
 
 @pytest.mark.parametrize("spec", BITS)
-def test_parts_are_sorted_disjoint_complete_and_those_that_they_were(spec: str) -> None:
+def test_parts_are_sorted_disjoint_complete_and_those_that_they_were(spec):
     parts = split(spec)
     other = split(spec, seed=1)
     assert len(parts) == 5
@@ -56,7 +54,7 @@ def test_parts_are_sorted_disjoint_complete_and_those_that_they_were(spec: str) 
     assert sorted(map(list, few)) == [[0], [1], [2]]
 
 
-def test_pathological_clients_hold_exactly_k_classes() -> None:
+def test_pathological_clients_hold_exactly_k_classes():
     assert ((counts("pathological:2") > 0).sum(axis=1) == 2).all()
     assert (
         counts("pathological:2", 2).sum() < 2000
@@ -64,7 +62,7 @@ def test_pathological_clients_hold_exactly_k_classes() -> None:
     assert (counts("pathological:5", 3) > 0).all()
 
 
-def test_key_classes_are_those_that_occur_and_get_no_more_than_an_equal_part() -> None:
+def test_key_classes_are_those_that_occur_and_get_no_more_than_an_equal_part():
     even = np.tile([0, 1], 500)
     uneven = np.repeat([0, 1], [900, 100])
     assert counts("keyclass:0.8", 2, even).tolist() == [[400, 100], [100, 400]]
@@ -90,8 +88,8 @@ def test_key_classes_are_those_that_occur_and_get_no_more_than_an_equal_part() -
     ],
 )
 def test_values_of_a_column_are_clients_or_grouped_and_never_cut(
-    values: Any, clients: int, expected: Any
-) -> None:
+    values, clients, expected
+):
     parts = split_clients(
         np.zeros(len(values), dtype=int), {"x": values}, "column:x", clients, 0
     )
@@ -123,7 +121,7 @@ NAN = np.nan
         ),
     ],
 )
-def test_rows_count_under_one_class(labels: Any, keys: list[int], names: Any) -> None:
+def test_rows_count_under_one_class(labels, keys, names):
     found, known = partition_keys(np.array(labels), ("a", "b", "c"))
     assert (found.tolist(), found.dtype) == (keys, np.int64)
     assert known == tuple(map(str, names))
@@ -141,7 +139,7 @@ def test_rows_count_under_one_class(labels: Any, keys: list[int], names: Any) ->
         *((f"pathological:{value}", None) for value in (0, 1.5)),
     ],
 )
-def test_a_specification_is_read_or_refused(spec: str, expected: Any) -> None:
+def test_a_specification_is_read_or_refused(spec, expected):
     if expected is None:
         with pytest.raises(PartitionError, match=r"choose from iid, dirichlet:ALPHA"):
             parse_partition(spec)
@@ -161,9 +159,7 @@ def test_a_specification_is_read_or_refused(spec: str, expected: Any) -> None:
         ("dirichlet:0.001", 200, "dirichlet:0.001, 200 clients: "),
     ],
 )
-def test_an_impossible_division_is_refused(
-    spec: str, clients: int, message: str
-) -> None:
+def test_an_impossible_division_is_refused(spec, clients, message):
     with pytest.raises(PartitionError, match=message):
         split(spec, clients)
     with pytest.raises(PartitionError, match="missing values"):

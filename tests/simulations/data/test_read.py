@@ -103,7 +103,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_table_is_refused_with_the_cause(name: str, tmp_path: Path) -> None:
+def test_what_is_no_table_is_refused_with_the_cause(name, tmp_path):
     file, content, message = REFUSED[name]
     path = written(tmp_path, file, content)
     with bounded(), pytest.raises(DataError, match=f"(?s){message}") as caught:
@@ -138,7 +138,7 @@ READ = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_what_other_tools_save_is_read(name: str, tmp_path: Path) -> None:
+def test_what_other_tools_save_is_read(name, tmp_path):
     data = load_texts(chosen(written(tmp_path, *READ[name])))
     assert (len(data.train), len(data.test), len(data.label_names)) == (8, 2, 2)
     assert set(data.train.columns) == ({"site"} if "late" in name else set())
@@ -153,7 +153,7 @@ json_cells = (
 
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=5))
-def test_cells_of_text_files_are_their_texts(rows: Any) -> None:
+def test_cells_of_text_files_are_their_texts(rows):
     columns = {
         "text": [first for first, _ in rows],
         "other": [second for _, second in rows],
@@ -166,7 +166,7 @@ def test_cells_of_text_files_are_their_texts(rows: Any) -> None:
 
 
 @given(st.lists(json_cells, min_size=1, max_size=5))
-def test_cells_of_json_keep_their_types(cells: Any) -> None:
+def test_cells_of_json_keep_their_types(cells):
     kinds = {type(cell) for cell in cells} - {type(None)}
     large = any(type(cell) is int and not -(2**63) <= cell < 2**63 for cell in cells)
     with TemporaryDirectory() as folder:
@@ -178,14 +178,14 @@ def test_cells_of_json_keep_their_types(cells: Any) -> None:
             assert found.to_pydict() == {"text": cells}
 
 
-def test_rows_may_be_longer_than_a_block_and_have_several_lines(tmp_path: Path) -> None:
+def test_rows_may_be_longer_than_a_block_and_have_several_lines(tmp_path):
     texts = [f"{i} " + 100_000 * 'a "line",\n' for i in range(6)]
     for suffix in (".csv", ".tsv", ".jsonl", ".json"):
         table = read_table(write(tmp_path / f"long{suffix}", text=texts))
         assert table.to_pydict() == {"text": texts}
 
 
-def test_brackets_in_texts_are_no_levels() -> None:
+def test_brackets_in_texts_are_no_levels():
     opened = b"[" * (DEEPEST + 1)
     for data in (
         opened[1:] + b"]" * DEEPEST,
@@ -206,7 +206,7 @@ def test_brackets_in_texts_are_no_levels() -> None:
             shallow(data)
 
 
-def test_paragraphs_of_plain_text_are_rows(tmp_path: Path) -> None:
+def test_paragraphs_of_plain_text_are_rows(tmp_path):
     speeches = [f"FIRST:\nSpeech {i}." for i in range(20)]
     path = written(tmp_path, "play.txt", "\n\n  \n".join(speeches) + "\n\n")
     data = load_texts(chosen(path, task="mlm"))
@@ -239,12 +239,12 @@ PLACES = [
 
 @pytest.mark.parametrize(("files", "name", "expected"), PLACES)
 def test_where_data_are_found(
-    files: str,
-    name: str,
-    expected: str,
-    tmp_path: Path,
-    monkeypatch: Any,
-) -> None:
+    files,
+    name,
+    expected,
+    tmp_path,
+    monkeypatch,
+):
     for file in files.split():
         write(tmp_path / "data" / file, text=[file])
     found = find(name, tmp_path / "data")
@@ -260,8 +260,8 @@ def test_where_data_are_found(
 
 
 def test_bundled_data_are_found_before_a_folder_of_their_name_here(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "goemotions_ekman").mkdir()
     data = load_texts(chosen("goemotions_ekman"))
@@ -295,8 +295,8 @@ def test_bundled_data_are_found_before_a_folder_of_their_name_here(
     ],
 )
 def test_what_is_not_found_is_told_without_a_network(
-    files: str, name: str, message: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+    files, name, message, tmp_path, monkeypatch
+):
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *_: pytest.fail("the hub was asked")
     )
@@ -339,9 +339,7 @@ SPLITS = {
     ("name", "saved"),
     [*((name, False) for name in SPLITS), ("three", True), ("no splits", True)],
 )
-def test_data_sets_of_the_hub_and_saved_ones(
-    name: str, saved: bool, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_data_sets_of_the_hub_and_saved_ones(name, saved, tmp_path, monkeypatch):
     sizes, expected = SPLITS[name]
     rows = {s: hub_rows(*TEXTS[: abs(n)], hidden=n < 0) for s, n in sizes.items()}
     found = rows.get("") or datasets.DatasetDict(rows)
@@ -363,9 +361,7 @@ def test_data_sets_of_the_hub_and_saved_ones(
     assert {*data.train.inputs} <= set(TEXTS)
 
 
-def test_a_damaged_saved_data_set_and_a_hub_that_fails_are_named(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_damaged_saved_data_set_and_a_hub_that_fails_are_named(tmp_path, monkeypatch):
     hub_rows("a", "b").save_to_disk(tmp_path / "saved")
     next((tmp_path / "saved").glob("*.arrow")).write_bytes(b"x" * 99)
     with pytest.raises(
@@ -383,7 +379,7 @@ def test_a_damaged_saved_data_set_and_a_hub_that_fails_are_named(
         load_texts(chosen("owner/name"))
 
 
-def test_numbers_of_a_hub_have_names(monkeypatch: Any) -> None:
+def test_numbers_of_a_hub_have_names(monkeypatch):
     tags = datasets.List(datasets.ClassLabel(names=["O", "B-PER", "I-PER"]))
     kinds = {"tokens": datasets.List(datasets.Value("string")), "ner_tags": tags}
     rows = {"tokens": [["Anna", "is"]], "ner_tags": [[1, 0]]}

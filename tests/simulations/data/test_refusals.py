@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from fedrot.simulations.data.read import DataError
 from fedrot.simulations.tasks.registry import read_encoded
-from tests.simulations.commands import Fields
 from tests.simulations.data.files import TEXTS, chosen, repeated, write
 from tests.simulations.data.test_images import png
 from tests.simulations.data.test_texts import MARKS, SPLIT, WORDS
@@ -72,8 +69,8 @@ REFUSED = {
     [(task, *case) for task, cases in REFUSED.items() for case in cases],
 )
 def test_a_wrong_table_is_refused_with_its_column_and_rows(
-    task: str, changes: Fields, message: str, tmp_path: Path
-) -> None:
+    task, changes, message, tmp_path
+):
     columns = {**TABLES[task], **changes}
     options = {name: columns.pop(name) for name in changes if "_column" in name}
     table = {name: values for name, values in columns.items() if values}

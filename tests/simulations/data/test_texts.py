@@ -31,7 +31,7 @@ from tests.simulations.data.wordpiece import SPECIAL_TOKENS, train_wordpiece
 MOODS = repeated(["glad", "sad"])
 
 
-def test_columns_have_usual_names_in_the_order_of_preference() -> None:
+def test_columns_have_usual_names_in_the_order_of_preference():
     for content in (TEXT, LABEL):
         for number, name in enumerate(content[1]):
             table = pa.table({other: ["a"] for other in reversed(content[1][number:])})
@@ -49,9 +49,7 @@ def test_columns_have_usual_names_in_the_order_of_preference() -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_columns_of_texts_pairs_and_labels_are_found_or_chosen(
-    pair: str, tmp_path: Path
-) -> None:
+def test_columns_of_texts_pairs_and_labels_are_found_or_chosen(pair, tmp_path):
     first, second = pair.split(",")
     columns = {second: [text[::-1] for text in TEXTS], first: TEXTS, "mood": MOODS}
     path = write(tmp_path / "pairs.csv", **columns, label=[*range(40)])
@@ -65,7 +63,7 @@ def test_columns_of_texts_pairs_and_labels_are_found_or_chosen(
     assert (one.train.second, [*one.train.columns]) == ((), [first, "label"])
 
 
-def test_rows_of_splits_are_counted_in_their_file(tmp_path: Path) -> None:
+def test_rows_of_splits_are_counted_in_their_file(tmp_path):
     for split, label in (("train", ["a", "b", "c"]), ("test", ["a", "b", None])):
         write(tmp_path / "mine" / f"{split}.csv", text=["t"] * 3, label=label)
     with pytest.raises(
@@ -77,7 +75,7 @@ def test_rows_of_splits_are_counted_in_their_file(tmp_path: Path) -> None:
         load_texts(chosen("mine", tmp_path))
 
 
-def test_labels_that_are_optional_are_read_and_not_spoken_of(tmp_path: Path) -> None:
+def test_labels_that_are_optional_are_read_and_not_spoken_of(tmp_path):
     path = write(tmp_path / "mine.csv", text=TEXTS, label=MOODS)
     data = load_texts(chosen(path, task="mlm"))
     assert (data.label_names, "Labels" in data.remarks) == (("glad", "sad"), False)
@@ -92,8 +90,8 @@ SPLIT = ["train", "train", "test"]
 
 
 def test_tags_become_numbers_and_rows_are_labelled_by_what_occurs(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     words, tags = (
         pa.array(rows, pa.large_list(pa.string())) for rows in (WORDS, MARKS)
     )
@@ -113,7 +111,7 @@ def test_tags_become_numbers_and_rows_are_labelled_by_what_occurs(
         assert data.train.columns == {"site": ["x", "y"]}
 
 
-def test_the_bundled_tokenizer_is_a_bert_tokenizer() -> None:
+def test_the_bundled_tokenizer_is_a_bert_tokenizer():
     tokenizer = bundled_tokenizer()
     assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3, 4]
     pair = tokenizer.encode("So HAPPY!", "thanks")
@@ -123,7 +121,7 @@ def test_the_bundled_tokenizer_is_a_bert_tokenizer() -> None:
 
 
 @pytest.mark.long
-def test_the_bundled_tokenizer_can_be_rebuilt() -> None:
+def test_the_bundled_tokenizer_can_be_rebuilt():
     table = pq.read_table(
         shared_data() / "emotion" / "goemotions.parquet", columns=["text", "split"]
     )
@@ -132,7 +130,7 @@ def test_the_bundled_tokenizer_can_be_rebuilt() -> None:
     assert rebuilt.to_str() == bundled_tokenizer().to_str()
 
 
-def test_texts_are_cut_and_padded_to_the_longest_of_a_batch_alone() -> None:
+def test_texts_are_cut_and_padded_to_the_longest_of_a_batch_alone():
     tokenizer = copy.deepcopy(bundled_tokenizer())
     tokenizer.enable_padding(length=32)
     tokenizer.enable_truncation(3)
@@ -163,7 +161,7 @@ def tagged(text: str, tags: str, tokenizer: Tokenizer, length: int = 32) -> Any:
     return encode(split, tokenizer, length, 0, True)
 
 
-def test_only_the_first_piece_of_a_word_bears_its_tag() -> None:
+def test_only_the_first_piece_of_a_word_bears_its_tag():
     tokenizer = bundled_tokenizer()
     # A word of several pieces, one that the tokenizer cuts at its hyphen, and one
     # without a piece.
@@ -179,7 +177,7 @@ def test_only_the_first_piece_of_a_word_bears_its_tag() -> None:
     assert encoded.targets(np.array([0])).tolist() == [[IGNORED, 0, 0, 0, IGNORED]]
 
 
-def test_byte_level_words_are_encoded_with_a_space_before() -> None:
+def test_byte_level_words_are_encoded_with_a_space_before():
     vocabulary = {"\u0120a": 0, "a": 1, "b": 2, "\u0120b": 3, "\u0120": 4}
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=[("\u0120", "a"), ("\u0120", "b")])
@@ -191,9 +189,7 @@ def test_byte_level_words_are_encoded_with_a_space_before() -> None:
 
 
 @pytest.mark.parametrize("task", ["classification", "mlm", "ner"])
-def test_an_experiment_is_read_and_encoded_for_its_model(
-    task: str, tmp_path: Path
-) -> None:
+def test_an_experiment_is_read_and_encoded_for_its_model(task, tmp_path):
     path = write(
         tmp_path / "mine.parquet",
         text=["so"] * 20,
@@ -223,7 +219,7 @@ def corpus(path: Path, *labels: str) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     corpus(tmp_path / "news.parquet", "sunny", "gloomy")
     corpus(tmp_path / "talk.parquet", "gloomy", "furious", "shy")
     corpus(tmp_path / "books.parquet", "furious", "sunny")
@@ -235,8 +231,8 @@ def load(names: str, folder: Path, unseen: str = "", **fields: Any) -> Any:
 
 
 def test_labels_are_united_by_name_and_unknown_where_a_domain_has_none(
-    folder: Path,
-) -> None:
+    folder,
+):
     data = load(" news, talk ,", folder, " books ,")
     assert data.name == "news,talk"
     assert data.label_names == ("sunny", "gloomy", "furious", "shy")
@@ -273,9 +269,7 @@ def test_labels_are_united_by_name_and_unknown_where_a_domain_has_none(
         ),
     ],
 )
-def test_what_is_no_domain_is_named(
-    names: str, unseen: str, message: str, folder: Path
-) -> None:
+def test_what_is_no_domain_is_named(names, unseen, message, folder):
     write(folder / "scores.parquet", text=["a"] * 10, label=[i / 3 for i in range(10)])
     pairs = {"sentence1": ["a"] * 10, "sentence2": ["b"] * 10}
     write(folder / "pairs.parquet", **pairs, label=["x", "y"] * 5)
@@ -287,8 +281,8 @@ def test_what_is_no_domain_is_named(
 
 
 def test_domains_may_have_any_number_of_labels_and_their_own_limits(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     glad = [True, True, False] * 4
     sad = [True, False, False] * 4
     columns = {"glad": glad, "sad": sad, "split": ["train"] * 8 + ["test"] * 4}

@@ -140,7 +140,7 @@ Play = Callable[..., Played]
 
 
 @pytest.fixture
-def play(tmp_path: Path, monkeypatch: Any) -> Play:
+def play(tmp_path, monkeypatch):
     """Return a function that runs all cells; training adds a hundredth per row to the
     head's bias.
     """
@@ -185,7 +185,7 @@ def mean(sizes: Sequence[int]) -> float:
     return sum(n * n / 100 for n in sizes) / sum(sizes)
 
 
-def test_every_round_averages_the_clients_by_their_rows(play: Play) -> None:
+def test_every_round_averages_the_clients_by_their_rows(play):
     played = play(strategies="fedavg,aligned")
     sizes = [len(rows) for rows in played.clients()]
     assert len(set(sizes)) == 2
@@ -199,7 +199,7 @@ def test_every_round_averages_the_clients_by_their_rows(play: Play) -> None:
     assert aligned == plain
 
 
-def test_a_client_trains_on_its_own_rows_with_seeds_of_its_own(play: Play) -> None:
+def test_a_client_trains_on_its_own_rows_with_seeds_of_its_own(play):
     played = play(seeds=[0, 1], rounds=3, first_epochs=2.5, local_epochs=0.5, lr=0.25)
     rounds = itertools.product((0, 1), (2.5, 0.5, 0.5))
     expected = [
@@ -215,8 +215,8 @@ def test_a_client_trains_on_its_own_rows_with_seeds_of_its_own(play: Play) -> No
     ("nodes", "start"), [(node, "same"), (node, "scrambled"), (elsewhere, "different")]
 )
 def test_what_is_the_same_in_two_strategies_is_trained_once_if_they_share_files(
-    play: Play, nodes: Any, start: str
-) -> None:
+    play, nodes, start
+):
     seeds = [
         t.seed
         for t in play(nodes=nodes, strategies="fedavg,aligned", start=start).trained
@@ -228,7 +228,7 @@ def test_what_is_the_same_in_two_strategies_is_trained_once_if_they_share_files(
         assert len(seeds) == (4 if start == "same" else 6)
 
 
-def test_a_guard_chooses_by_held_out_rows_that_no_table_reports(play: Play) -> None:
+def test_a_guard_chooses_by_held_out_rows_that_no_table_reports(play):
     guarded = {"name": "guarded", "alignment": {"chance": 0.0}, "guard": "accuracy"}
     played = play(strategies=[guarded], start="scrambled")
     held = tuple(itertools.chain(*played.clients(held_out=True)))
@@ -243,8 +243,8 @@ def test_a_guard_chooses_by_held_out_rows_that_no_table_reports(play: Play) -> N
 
 
 def test_a_strategy_of_some_clients_tells_them_what_it_needs_and_chooses_by_their_rows(
-    play: Play,
-) -> None:
+    play,
+):
     heard = []
     some = {
         "name": "some",
@@ -268,9 +268,7 @@ def test_a_strategy_of_some_clients_tells_them_what_it_needs_and_chooses_by_thei
 
 
 @pytest.mark.parametrize(("holdout", "scored"), [(0.0, 0), (0.03, 1)])
-def test_clients_without_held_out_rows_have_no_scores(
-    play: Play, holdout: float, scored: int
-) -> None:
+def test_clients_without_held_out_rows_have_no_scores(play, holdout, scored):
     played = play(holdout=holdout, rounds=1)
     held = played.clients(held_out=True)
     assert sum(map(bool, held)) == scored
@@ -278,7 +276,7 @@ def test_clients_without_held_out_rows_have_no_scores(
         assert bool(played.values("accuracy", scope=f"client:{client}")) == bool(rows)
 
 
-def test_what_is_recorded(play: Play) -> None:
+def test_what_is_recorded(play):
     played = play(strategies="fedavg,aligned", start="scrambled")
     held = played.clients(held_out=True)
     assert all(
@@ -327,8 +325,8 @@ def test_what_is_recorded(play: Play) -> None:
 
 
 def test_who_takes_part_is_the_same_in_every_strategy_and_not_in_every_round(
-    play: Play,
-) -> None:
+    play,
+):
     fields = {
         "clients": 4,
         "fraction_train": 0.5,
@@ -355,7 +353,7 @@ def test_who_takes_part_is_the_same_in_every_strategy_and_not_in_every_round(
 
 
 @pytest.mark.parametrize(("lost", "with_nan"), [(1, True), (3, False)])
-def test_a_round_without_an_update_fails(play: Play, lost: int, with_nan: bool) -> None:
+def test_a_round_without_an_update_fails(play, lost, with_nan):
     """All nodes fail, or one of two fails and the other one sends NaN."""
 
     def losing(partition: int) -> Client:
@@ -379,7 +377,7 @@ def test_a_round_without_an_update_fails(play: Play, lost: int, with_nan: bool) 
         play(nodes=losing, strategies="aligned", seeds=[3], rounds=3)
 
 
-def test_arguments_of_a_table_reach_the_aggregation_and_the_server() -> None:
+def test_arguments_of_a_table_reach_the_aggregation_and_the_server():
     table = {
         "name": "mine",
         "aggregation": {"name": "regmean", "alpha": 0.25},
@@ -411,7 +409,7 @@ IMAGES = {
 }
 
 
-def test_heads_are_fitted_at_the_end_at_the_start_or_in_rounds(tmp_path: Path) -> None:
+def test_heads_are_fitted_at_the_end_at_the_start_or_in_rounds(tmp_path):
     experiment = of(**IMAGES)
     played = run_all(experiment, tmp_path, node, Played(experiment))
     plain, head, only, rounds = (
@@ -438,7 +436,7 @@ def test_heads_are_fitted_at_the_end_at_the_start_or_in_rounds(tmp_path: Path) -
     assert rounds["client:0", 1, "train-loss"] != plain["client:0", 1, "train-loss"]
 
 
-def test_cells_leave_no_model_behind(tmp_path: Path) -> None:
+def test_cells_leave_no_model_behind(tmp_path):
     """A long run would run out of memory."""
     experiment = of(rounds=1, strategies="fedavg,aligned,regmean")
     told = cells_of([experiment]) * 2

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.wire.arrays import STATISTICS
 from fedrot.strategies.wire.statistics_record import read_statistics
-from tests.simulations.commands import Fields
 from tests.simulations.data.files import write
 from tests.simulations.tasks.cases import SMALL
 from tests.simulations.tensors import equal
@@ -40,12 +38,12 @@ def of(**fields: Any) -> Experiment:
 
 
 @pytest.fixture(scope="module")
-def task() -> Task:
+def task():
     return task_of(of().to_json())
 
 
 @pytest.fixture(scope="module")
-def received(task: Task) -> State:
+def received(task):
     """The model that clients get."""
     return dict(build_model(task.experiment, task.data, seed=0).state_dict())
 
@@ -89,13 +87,13 @@ def ask(model: Mapping[str, Tensor], client: int = 0, **told: Any) -> State:
 
 
 @pytest.fixture
-def untrained(monkeypatch: Any) -> None:
+def untrained(monkeypatch):
     """Clients return what they start from."""
     monkeypatch.setattr(training, "train", lambda *_: 0.0)
 
 
 @pytest.fixture
-def trainings(monkeypatch: Any) -> list[float]:
+def trainings(monkeypatch):
     """Losses of all trainings, each another one, that leave their number in the
     head.
     """
@@ -117,9 +115,7 @@ def number_in(update: State) -> float:
     return number
 
 
-def test_an_update_is_a_training_of_the_received_model(
-    task: Task, received: State
-) -> None:
+def test_an_update_is_a_training_of_the_received_model(task, received):
     model = with_state(task, received)
     loss = training.train(model, task, task.client_rows(2, 1)[0], 2_003_001, 1, 0.01)
     content = answered(received, 1, seed=2, server_round=3, lr=0.01)
@@ -139,8 +135,8 @@ def test_an_update_is_a_training_of_the_received_model(
     ],
 )
 def test_a_client_starts_from_a_model_of_its_own_only_where_it_is_to(
-    told: Fields, seed: int | None, task: Task, received: State
-) -> None:
+    told, seed, task, received
+):
     own = (
         received
         if seed is None
@@ -152,9 +148,7 @@ def test_a_client_starts_from_a_model_of_its_own_only_where_it_is_to(
 
 
 @pytest.mark.usefixtures("untrained")
-def test_clients_are_scrambled_in_ways_of_their_own(
-    task: Task, received: State
-) -> None:
+def test_clients_are_scrambled_in_ways_of_their_own(task, received):
     rows = np.arange(8)
     scrambled = {"fields": {"start": "scrambled"}}
     found = [received]
@@ -170,9 +164,7 @@ def test_clients_are_scrambled_in_ways_of_their_own(
 
 
 @pytest.mark.usefixtures("untrained")
-def test_statistics_are_of_the_update_on_the_clients_own_rows(
-    task: Task, received: State
-) -> None:
+def test_statistics_are_of_the_update_on_the_clients_own_rows(task, received):
     content = answered(received, 1, statistics="gram,fisher")
     state = fakes.tensors_of(content["arrays"])
     found = read_statistics(content)
@@ -188,9 +180,7 @@ def test_statistics_are_of_the_update_on_the_clients_own_rows(
 
 
 @pytest.mark.usefixtures("untrained")
-def test_statistics_come_from_as_many_batches_as_asked_for(
-    task: Task, received: State, monkeypatch: Any
-) -> None:
+def test_statistics_come_from_as_many_batches_as_asked_for(task, received, monkeypatch):
     """What is asked for replaces the kind's own limit, which is smaller or larger."""
     seen = list[tuple[int, Any]]()
     gram = STATISTIC_KINDS["gram"]
@@ -228,12 +218,12 @@ DECIDES = {
 
 @pytest.mark.parametrize(("change", "differs"), DECIDES.values(), ids=DECIDES)
 def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
-    change: Fields,
-    differs: bool,
-    received: State,
-    tmp_path: Path,
-    trainings: Any,
-) -> None:
+    change,
+    differs,
+    received,
+    tmp_path,
+    trainings,
+):
     def ask_for(client: int = 0, weight: float = 1.0, **told: Any) -> tuple[float, Any]:
         sent = {**received, "classifier.weight": received["classifier.weight"] * weight}
         content = answered(sent, client, cache=str(tmp_path), **told)
@@ -247,11 +237,11 @@ def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
 
 
 def test_later_rounds_share_trainings_while_the_folder_is_small(
-    received: State,
-    tmp_path: Path,
-    trainings: Any,
-    monkeypatch: Any,
-) -> None:
+    received,
+    tmp_path,
+    trainings,
+    monkeypatch,
+):
     def numbers(
         client: int, server_round: int, cache: str = str(tmp_path)
     ) -> list[float]:
@@ -268,7 +258,7 @@ def test_later_rounds_share_trainings_while_the_folder_is_small(
     assert [numbers(0, 1, cache) for cache in ("", "/nowhere")] == [[5, 6], [7, 8]]
 
 
-def test_outputs_of_labels_that_a_client_does_not_know_stay(tmp_path: Path) -> None:
+def test_outputs_of_labels_that_a_client_does_not_know_stay(tmp_path):
     """Each client has one of two data sets that share a class."""
     texts = [f"word {i}" for i in range(40)]
     for name, classes in (("news", "ab"), ("talk", "bc")):

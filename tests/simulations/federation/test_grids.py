@@ -5,7 +5,6 @@ cost.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ def to(node: int, content: RecordDict | None = None) -> Message:
     return Message(content or RecordDict(), dst_node_id=node, message_type="query")
 
 
-def test_nodes_are_in_the_order_of_their_partitions() -> None:
+def test_nodes_are_in_the_order_of_their_partitions():
     clients = {node: client(partition) for partition, node in enumerate(NODES)}
     ordered = OrderedGrid(FakeGrid(dict(sorted(clients.items()))), len(NODES))
     for chosen, nodes in (
@@ -46,7 +45,7 @@ def test_nodes_are_in_the_order_of_their_partitions() -> None:
         assert list(ordered.get_node_ids()) == [*NODES]
 
 
-def test_a_partition_that_no_node_has_is_refused() -> None:
+def test_a_partition_that_no_node_has_is_refused():
     repeated = [client(number) for number in (0, 0, 1, 2, 3)]
     for nodes, clients, said in (
         (
@@ -61,7 +60,7 @@ def test_a_partition_that_no_node_has_is_refused() -> None:
             OrderedGrid(grid_of(nodes), clients)
 
 
-def test_nodes_are_awaited(monkeypatch: Any) -> None:
+def test_nodes_are_awaited(monkeypatch):
     slow = FakeGrid({node: client(partition) for partition, node in enumerate(NODES)})
     there = [*slow.nodes.items()]
     slow.nodes.clear()
@@ -70,7 +69,7 @@ def test_nodes_are_awaited(monkeypatch: Any) -> None:
     assert there == []
 
 
-def test_messages_are_counted_with_the_bytes_of_their_arrays() -> None:
+def test_messages_are_counted_with_the_bytes_of_their_arrays():
     ordered = OrderedGrid(FakeGrid({7: client(0, 5), 8: client(1, 9)}), 2).of([])
     ordered.grid.nodes[9] = failure  # type: ignore[attr-defined]
     assert not ordered.counted  # questions about partitions are not counted
@@ -91,7 +90,7 @@ def test_messages_are_counted_with_the_bytes_of_their_arrays() -> None:
     assert not ordered.of([0]).counted
 
 
-def test_a_local_node_answers_when_it_is_asked_and_once() -> None:
+def test_a_local_node_answers_when_it_is_asked_and_once():
     asked = []
 
     def node(number: int) -> Client:

@@ -57,9 +57,7 @@ def has_the_rows_of_simulate(out: Path, settings: Fields) -> None:
     assert read_run(out).alignment == read_run(again).alignment
 
 
-def test_a_folder_is_continued_as_by_simulate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_continued_as_by_simulate(tmp_path, monkeypatch):
     out = tmp_path / "run"
     real = RUNS["head_only"]
 
@@ -96,12 +94,12 @@ def test_a_folder_is_continued_as_by_simulate(
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_is_written(
-    out: Path,
-    changes: Fields,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: Any,
-) -> None:
+    out,
+    changes,
+    said,
+    tmp_path,
+    monkeypatch,
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, OSError, RuntimeError), match=said):
         play(tmp_path / "run" if out == Path("/nowhere") else out, **changes)
@@ -124,8 +122,8 @@ SETTINGS = {
 
 
 def test_flwr_run_fills_a_folder_with_the_rows_of_fedrot_simulate(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """``fedrot flower-app`` and ``flwr run``, with Ray: the apps' results do not depend
     on the engine.
     """

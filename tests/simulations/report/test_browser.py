@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 from playwright.sync_api import Page, sync_playwright
@@ -55,7 +55,7 @@ def opened(
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: Any) -> dict[str, Path]:
+def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     rows = [group(n, "ffn", 0, 0.4, found=0.8, chance=0.2) for n in (1, 2)]
     write_lines(
@@ -76,9 +76,7 @@ def pages(tmp_path_factory: Any) -> dict[str, Path]:
 )
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
 @pytest.mark.parametrize("name", ["run", "hostile", "strategy"])
-def test_nothing_scrolls_sideways(
-    name: str, width: int, scheme: Any, pages: Any
-) -> None:
+def test_nothing_scrolls_sideways(name, width, scheme, pages):
     with opened(pages[name], width, scheme) as page:
         found = page.evaluate(MEASURE)
     assert (found["all"] <= width, found["wide"]) == (True, [])

@@ -49,7 +49,7 @@ def interval(values: Any, sign: str = "") -> str:
 @pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"
 )
-def test_the_page_has_the_figures_of_the_rows(tmp_path: Path) -> None:
+def test_the_page_has_the_figures_of_the_rows(tmp_path):
     shutil.copytree(DOCS / "assets", tmp_path / "assets")
     (style,) = Path(material.__file__).parent.glob(
         "templates/assets/stylesheets/main.*.min.css"

@@ -77,7 +77,7 @@ def has_in_order(page: str, words: Sequence[str]) -> None:
         place = text.index(own, place)
 
 
-def test_the_page_and_the_terminal_begin_with_the_verdict(tmp_path: Path) -> None:
+def test_the_page_and_the_terminal_begin_with_the_verdict(tmp_path):
     page, lines = shown(write_folder(tmp_path / "run", {"main": GAINS}))
     assert lines[0].startswith(
         "main: Use fit_head: accuracy 0.670, fedavg 0.620 (+0.050"
@@ -116,7 +116,7 @@ def test_the_page_and_the_terminal_begin_with_the_verdict(tmp_path: Path) -> Non
     assert not re.search(r"https?://|<script|@import|url\(|<h3|class=\"warning\"", page)
 
 
-def test_of_several_experiments_each_part_has_a_name(tmp_path: Path) -> None:
+def test_of_several_experiments_each_part_has_a_name(tmp_path):
     page, two = shown(write_folder(tmp_path / "two", TWO))
     assert page.count("<h3>skewed</h3>") == page.count("<h3>apart</h3>") == 5
     assert (page.count("It is fedavg."), len(Outline(page).links)) == (1, 8)
@@ -135,14 +135,14 @@ def test_of_several_experiments_each_part_has_a_name(tmp_path: Path) -> None:
         ("cells", ['class="warning"', "There are no results yet."]),
     ],
 )
-def test_missing_parts_are_no_obstacle(tmp_path: Path, lost: str, said: Any) -> None:
+def test_missing_parts_are_no_obstacle(tmp_path, lost, said):
     run = write_folder(tmp_path / "run", {"main": GAINS})
     for path in run.glob(lost):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     has_in_order(shown(run)[0], said)
 
 
-def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
+def test_names_are_text_and_no_markup(tmp_path):
     page, lines = shown(
         write_folder(tmp_path / "run", {HOSTILE: {"fedavg": 0.0, HOSTILE: 0.01}})
     )
@@ -186,7 +186,7 @@ def write_lines(path: Path, rows: Rows) -> Path:
     return path
 
 
-def test_the_page_stands_beside_its_file(tmp_path: Path) -> None:
+def test_the_page_stands_beside_its_file(tmp_path):
     file = write_lines(tmp_path / "report.jsonl", ROWS)
     page = write_strategy_report(file).read_text(encoding="utf-8")
     assert page == (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -230,14 +230,14 @@ def test_the_page_stands_beside_its_file(tmp_path: Path) -> None:
         '{"round": 1, "before": 1}\n',
     ],
 )
-def test_another_file_is_refused(content: str, tmp_path: Path) -> None:
+def test_another_file_is_refused(content, tmp_path):
     (tmp_path / "report.jsonl").write_text(content)
     with pytest.raises((ValueError, FedrotError), match=r"report\.jsonl"):
         write_strategy_report(tmp_path / "report.jsonl")
     assert not list(tmp_path.glob("*.html"))
 
 
-def test_what_a_strategy_writes_can_be_shown(tmp_path: Path) -> None:
+def test_what_a_strategy_writes_can_be_shown(tmp_path):
     """The rows of a real run of two rounds, one client of which sends NaN."""
 
     def client(index: int) -> Any:

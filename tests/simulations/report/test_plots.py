@@ -18,7 +18,7 @@ def words(labels: list[Any]) -> list[str]:
     return [label.get_text() for label in labels]
 
 
-def test_differences_have_a_dot_and_an_interval_and_a_panel_per_metric() -> None:
+def test_differences_have_a_dot_and_an_interval_and_a_panel_per_metric():
     values = {"accuracy": [0.5, 0.6], "macro_f1": [0.3, 0.4], "loss": [2.0, 2.2]}
     gains = {"accuracy": [0.6, 0.8], "macro_f1": [0.3, 0.4], "loss": [1.0, math.nan]}
     run = run_of([*levels("fedavg", values), *levels("b", gains)])
@@ -38,7 +38,7 @@ def test_differences_have_a_dot_and_an_interval_and_a_panel_per_metric() -> None
     assert sides == ["right", "right", "left"]
 
 
-def test_lines_are_means_over_seeds_with_a_band_of_the_interval() -> None:
+def test_lines_are_means_over_seeds_with_a_band_of_the_interval():
     rows = [
         *(
             row("fedavg", seed, value, round=2)
@@ -77,14 +77,14 @@ def test_lines_are_means_over_seeds_with_a_band_of_the_interval() -> None:
 @pytest.mark.parametrize(
     ("values", "scale"), [((900.0, 3.0), "log"), ((math.nan,) * 2, "linear")]
 )
-def test_perplexities_have_a_logarithmic_axis(values: Any, scale: str) -> None:
+def test_perplexities_have_a_logarithmic_axis(values, scale):
     rows = levels("fedavg", {"perplexity": values})
     assert (
         plots.curves_plot(rows, "perplexity", ["fedavg"]).axes[0].get_yscale() == scale
     )
 
 
-def test_a_picture_is_a_file_that_repeats_with_text_in_any_script() -> None:
+def test_a_picture_is_a_file_that_repeats_with_text_in_any_script():
     series = {"喜び": [(1, 0.1)], HOSTILE: [(1, 0.1)]}
     drawn = [plots.data_uri(plots.rounds_plot(series)) for _ in range(2)]
     head, _, data = drawn[0].partition(",")

@@ -38,11 +38,11 @@ from tests.simulations.report.runs import group
         (math.inf, "inf"),
     ],
 )
-def test_numbers_never_look_like_zero_unless_they_are(value: float, shown: str) -> None:
+def test_numbers_never_look_like_zero_unless_they_are(value, shown):
     assert number(value) == shown
 
 
-def test_an_interval_stands_behind_its_mean() -> None:
+def test_an_interval_stands_behind_its_mean():
     assert format_interval(Paired(0.412, 0.111, 3, "better")) == "0.412 [0.301, 0.523]"
     assert format_interval(Paired(0.412, math.nan, 1, "no interval")) == "0.412"
     assert (
@@ -56,7 +56,7 @@ def test_an_interval_stands_behind_its_mean() -> None:
     assert shown == ["no interval", "same", "not finite", "+0.100"]
 
 
-def test_the_terminal_breaks_headers_before_it_breaks_intervals() -> None:
+def test_the_terminal_breaks_headers_before_it_breaks_intervals():
     header = [
         "strategy",
         "accuracy",
@@ -82,7 +82,7 @@ def test_the_terminal_breaks_headers_before_it_breaks_intervals() -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_lost_replies_come_by_their_number() -> None:
+def test_lost_replies_come_by_their_number():
     rows = [
         *({"round": n, "client": 12, "dropped": "NaN"} for n in (4, 2)),
         *({"round": n, "client": 10, "failed": "no answer"} for n in (3, 1, 2)),
@@ -103,7 +103,7 @@ def test_lost_replies_come_by_their_number() -> None:
     assert lost_table(rows[-1:]) is None
 
 
-def test_classes_by_client() -> None:
+def test_classes_by_client():
     columns, lines = clients_grid([[1, 2, 4], [8, 16, 32]], ["sad", "glad"])
     assert columns == ["0 (7)", "1 (56)"]
     assert {name: [*map(tuple, cells)] for name, cells in lines.items()} == {
@@ -115,7 +115,7 @@ def test_classes_by_client() -> None:
     assert clients_grid([[0], [0]], ["a"])[1]["a"][0] == ("0", 0.0, "")
 
 
-def test_the_heat_map_has_a_line_per_part_and_layer_and_a_column_per_round() -> None:
+def test_the_heat_map_has_a_line_per_part_and_layer_and_a_column_per_round():
     rows = [
         group(1, "residual", -1, -0.02),
         *(

@@ -44,12 +44,12 @@ def saved(folder: Path, seed: int, rank: int = 2, **changes: Any) -> Path:
 
 
 @pytest.fixture
-def a(tmp_path: Path) -> Path:
+def a(tmp_path):
     return saved(tmp_path / "a", 1)
 
 
 @pytest.fixture
-def b(tmp_path: Path) -> Path:
+def b(tmp_path):
     return saved(tmp_path / "b", 2)
 
 
@@ -64,7 +64,7 @@ def products(folder: Path) -> State:
     }
 
 
-def test_the_merged_adapter_is_one_of_peft(tmp_path: Path) -> None:
+def test_the_merged_adapter_is_one_of_peft(tmp_path):
     """Ranks, also of single modules, and alphas differ; ranks 4 and 3 fit into rank
     7.
     """
@@ -131,9 +131,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("how", FIELDS)
-def test_fields_are_compared_by_what_they_say(
-    how: str, a: Path, b: Path, tmp_path: Path
-) -> None:
+def test_fields_are_compared_by_what_they_say(how, a, b, tmp_path):
     changes, expected = FIELDS[how]
     for folder in (a, b):
         configure(folder, CONFIG, base_model_name_or_path="owner/base")
@@ -146,9 +144,7 @@ def test_fields_are_compared_by_what_they_say(
         peft.PeftModel.from_pretrained(base(), tmp_path / pair[0].name / "out")
 
 
-def test_old_files_lack_fields_and_a_base_has_several_paths(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_old_files_lack_fields_and_a_base_has_several_paths(tmp_path, monkeypatch):
     a = saved(tmp_path / "a", 1, lora_alpha=8)
     b = saved(tmp_path / "b", 2, lora_alpha=8)
     (tmp_path / "base").mkdir()
@@ -195,15 +191,13 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("how", DAMAGED)
-def test_a_damaged_or_another_adapter_is_named(
-    how: str, a: Path, b: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_or_another_adapter_is_named(how, a, b, tmp_path):
     spoil, expected = DAMAGED[how]
     spoil(b)
     refused(expected, b, "merge", a, b, "--out", tmp_path / "out")
 
 
-def test_requests_that_make_no_sense(a: Path, b: Path, tmp_path: Path) -> None:
+def test_requests_that_make_no_sense(a, b, tmp_path):
     out = tmp_path / "out"
     for options, words in {
         "--weights 1": "a positive weight for each",

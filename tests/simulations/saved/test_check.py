@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from tests.simulations.saved.folders import change, configure, model_of, saved
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     return saved(model_of("bert-classifier"), tmp_path / "model")
 
 
@@ -29,7 +28,7 @@ def model(tmp_path: Path) -> Path:
         "roberta-tokens",
     ],
 )
-def test_task_heads_are_checked_as_they_are_saved(name: str, tmp_path: Path) -> None:
+def test_task_heads_are_checked_as_they_are_saved(name, tmp_path):
     found = run(
         "check",
         saved(model_of(name), tmp_path / "model"),
@@ -39,8 +38,8 @@ def test_task_heads_are_checked_as_they_are_saved(name: str, tmp_path: Path) -> 
 
 
 def test_a_packaged_model_and_one_with_more_tensors_and_code_are_sound(
-    model: Path,
-) -> None:
+    model,
+):
     run("check", "minilm")
     (model / "custom.py").write_text(f"open({str(model / 'ran')!r}, 'w')\n")
     configure(
@@ -53,7 +52,7 @@ def test_a_packaged_model_and_one_with_more_tensors_and_code_are_sound(
     assert not (model / "ran").exists()  # the code
 
 
-def test_parts(tmp_path: Path) -> None:
+def test_parts(tmp_path):
     """The residual stream of a bare encoder cannot be moved."""
     bare = saved(model_of("bert-bare"), tmp_path / "model")
     for parts, code in {"ffn": 0, "whole": 2, "legs": 2, "none": 2, "": 0}.items():
@@ -61,9 +60,7 @@ def test_parts(tmp_path: Path) -> None:
         assert (found, str(bare) in printed) == (code, code == 2), printed
 
 
-def test_a_reader_that_does_not_take_up_the_gain_is_found(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_reader_that_does_not_take_up_the_gain_is_found(tmp_path, monkeypatch):
     """A residual stream that can be rotated is rotated, too."""
 
     def wrong(*arguments: Any) -> fedrot.Symmetry:

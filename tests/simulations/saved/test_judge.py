@@ -26,7 +26,7 @@ from tests.simulations.saved.folders import tokenizer as tokenized
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def own(tmp_path):
     """Texts that name their class by words of its own; one in five is held out."""
     file = tmp_path / "own.csv"
     rows = ["text,mood"]
@@ -52,9 +52,7 @@ def judged(*line: object) -> str:
     return run("merge", *line).removeprefix("The merged model is ")
 
 
-def test_a_worse_an_equal_and_a_better_mean_are_said_first(
-    own: Path, tmp_path: Path
-) -> None:
+def test_a_worse_an_equal_and_a_better_mean_are_said_first(own, tmp_path):
     """A fitted head is written if it is better on rows to which it is not fitted."""
     a = model(tmp_path / "a", 1, 0, 0)
     b = model(tmp_path / "b", 0, 1.5, 0)
@@ -89,7 +87,7 @@ def test_a_worse_an_equal_and_a_better_mean_are_said_first(
     )
 
 
-def test_outputs_are_those_of_the_data_in_any_order(own: Path, tmp_path: Path) -> None:
+def test_outputs_are_those_of_the_data_in_any_order(own, tmp_path):
     """Also a fitted head is written in the order of the model's outputs, not of the
     data's classes.
     """
@@ -112,7 +110,7 @@ def test_outputs_are_those_of_the_data_in_any_order(own: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-mlm-untied", "t5-gated"])
-def test_other_tasks(name: str, own: Path, tmp_path: Path) -> None:
+def test_other_tasks(name, own, tmp_path):
     first = model_of(name)
     a = saved(first, tmp_path / "a")
     b = saved(scrambled(first), tmp_path / "b")
@@ -127,7 +125,7 @@ def test_other_tasks(name: str, own: Path, tmp_path: Path) -> None:
     run("merge", *line, "--fit-head", code=2, says=words)
 
 
-def test_tags_and_images(tmp_path: Path) -> None:
+def test_tags_and_images(tmp_path):
     """The tag O is the last output; a fitted head of tags counts every word as a
     row.
     """
@@ -156,7 +154,7 @@ def test_tags_and_images(tmp_path: Path) -> None:
     assert said.startswith("as good as the best single one: accuracy 0.333"), said
 
 
-def test_several_labels_scores_and_weights_without_a_bias(tmp_path: Path) -> None:
+def test_several_labels_scores_and_weights_without_a_bias(tmp_path):
     """A decoder's head has no bias; booleans are several labels, numbers are scores."""
     fifth, seventh = np.arange(100) % 5, np.arange(100) % 7
     texts = [f"w{n % 5} w{10 + n % 7} w{n % 3}" for n in range(100)]

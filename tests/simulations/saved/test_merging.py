@@ -36,7 +36,7 @@ def loaded(folder: Path, like: Any) -> Any:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> tuple[Path, Path]:
+def pair(tmp_path):
     """A classifier and a neighbour of it in other coordinates."""
     model = model_of("bert-classifier")
     return saved(model, tmp_path / "a"), saved(scrambled(near(model)), tmp_path / "b")
@@ -49,7 +49,7 @@ MATCHED = ["t5-gated", "gpt2", "clip", "gpt-neox"]
 
 
 @pytest.mark.parametrize("name", [*DIAGNOSED, *MATCHED])
-def test_a_scrambled_copy_gives_the_original_back(name: str, tmp_path: Path) -> None:
+def test_a_scrambled_copy_gives_the_original_back(name, tmp_path):
     model = model_of(name)
     whole = ["--parts", "whole"] if name in MATCHED else []
     symmetry = fedrot.symmetry_of(model.config, model.state_dict())
@@ -78,7 +78,7 @@ def test_a_scrambled_copy_gives_the_original_back(name: str, tmp_path: Path) -> 
     )
 
 
-def test_the_average_is_the_one_that_the_diagnosis_names(tmp_path: Path) -> None:
+def test_the_average_is_the_one_that_the_diagnosis_names(tmp_path):
     model = model_of("bert-classifier")
     a = saved(model, tmp_path / "a")
     b = saved(near(model, scale=1e-3), tmp_path / "b")
@@ -97,8 +97,8 @@ def test_the_average_is_the_one_that_the_diagnosis_names(tmp_path: Path) -> None
 
 
 def test_shards_and_pickles_are_read_and_the_rest_is_as_in_the_first_model(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     model = model_of("distilbert-classifier").bfloat16()
     a = saved(model, tmp_path / "a", max_shard_size="20KB")
     assert len(list(a.glob("*.safetensors"))) > 2
@@ -124,8 +124,8 @@ def test_shards_and_pickles_are_read_and_the_rest_is_as_in_the_first_model(
 
 @pytest.mark.parametrize("stage", ["no path", "merging", "writing", "renaming"])
 def test_nothing_is_left_without_a_path_or_when_it_fails(
-    stage: str, pair: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+    stage, pair, tmp_path, monkeypatch
+):
     def fail(*_: object, **__: object) -> Any:
         raise OSError("out of luck")
 
@@ -145,7 +145,7 @@ def test_nothing_is_left_without_a_path_or_when_it_fails(
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
 
 
-def test_values_beyond_the_dtype_are_refused(pair: Any, tmp_path: Path) -> None:
+def test_values_beyond_the_dtype_are_refused(pair, tmp_path):
     saved(model_of("bert-classifier").half(), pair[0])
     change(
         pair[1], lambda tensors: {**tensors, "classifier.bias": torch.full((3,), 1e6)}

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from tests import families
-from tests.simulations.commands import Fields, run
+from tests.simulations.commands import run
 from tests.simulations.saved.folders import (
     WEIGHTS,
     change,
@@ -64,8 +64,8 @@ FIELDS = [
 
 @pytest.mark.parametrize(("name", "changes", "field"), FIELDS)
 def test_a_field_that_changes_outputs_is_named_with_both_values_and_may_be_allowed(
-    name: str, changes: Fields, field: str, tmp_path: Path
-) -> None:
+    name, changes, field, tmp_path
+):
     a, b = pair(name, tmp_path)
     configure(b, **changes)
     if field:
@@ -95,7 +95,7 @@ LABELS = {
 
 
 @pytest.mark.parametrize("how", LABELS)
-def test_labels_are_compared_however_they_are_written(how: str, tmp_path: Path) -> None:
+def test_labels_are_compared_however_they_are_written(how, tmp_path):
     a, b = pair("bert-classifier", tmp_path)
     labels, expected = LABELS[how]
     for folder, given in ((a, FIRST), (b, labels)):
@@ -110,8 +110,8 @@ def test_labels_are_compared_however_they_are_written(how: str, tmp_path: Path) 
 
 
 def test_tables_that_are_tied_in_one_model_are_refused_also_if_allowed(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     for place, tie in (("a", True), ("b", False)):
         settings = {**families.MEMBERS["llama"].settings, "tie_word_embeddings": tie}
         saved(
@@ -164,7 +164,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("how", DAMAGED)
-def test_a_damaged_model_is_named(how: str, tmp_path: Path) -> None:
+def test_a_damaged_model_is_named(how, tmp_path):
     spoil, expected = DAMAGED[how]
     a, b = pair("bert-classifier", tmp_path)
     tokenized(a)
@@ -172,7 +172,7 @@ def test_a_damaged_model_is_named(how: str, tmp_path: Path) -> None:
     refused(expected, b, *line(a, b))
 
 
-def test_requests_that_make_no_sense(tmp_path: Path) -> None:
+def test_requests_that_make_no_sense(tmp_path):
     a, b = pair("bert-classifier", tmp_path)
     for options, words in {
         "--weights 1,0": "a positive weight for each",

@@ -46,16 +46,16 @@ METRICS = {
 
 
 @pytest.fixture(params=METRICS)
-def case(request: Any) -> str:
+def case(request):
     return str(request.param)
 
 
 @pytest.fixture
-def task(case: str) -> Task:
+def task(case):
     return task_for(case)
 
 
-def test_every_task_and_architecture_has_a_case() -> None:
+def test_every_task_and_architecture_has_a_case():
     every = {
         (task, architecture)
         for task, traits in TASKS.items()
@@ -83,7 +83,7 @@ def oracle(task: Task, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tens
     return cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
 
 
-def test_the_loss_of_a_step_is_torch_s(task: Task) -> None:
+def test_the_loss_of_a_step_is_torch_s(task):
     model = model_for(task).eval()
     assert model.config.model_type == task.experiment.architecture
     rows = np.array([0, 3, 5, 6])
@@ -96,7 +96,7 @@ def test_the_loss_of_a_step_is_torch_s(task: Task) -> None:
         assert (batch["labels"][batch["attention_mask"] == 0] == IGNORED).all()
 
 
-def test_an_evaluation_is_the_mean_over_rows_one_by_one(case: str, task: Task) -> None:
+def test_an_evaluation_is_the_mean_over_rows_one_by_one(case, task):
     """Of tokens for models of tokens, of domains with training rows for domains."""
     model = model_for(task).eval()
     rows = np.arange(len(task.test))
@@ -132,9 +132,7 @@ def test_an_evaluation_is_the_mean_over_rows_one_by_one(case: str, task: Task) -
     assert turned == pytest.approx(found, rel=1e-4, abs=1e-6)
 
 
-def test_training_learns_with_the_same_bits_for_a_seed(
-    task: Task, monkeypatch: Any
-) -> None:
+def test_training_learns_with_the_same_bits_for_a_seed(task, monkeypatch):
     longer = changed(task, lr=5e-3)
     rows = np.arange(len(task.train))
     noted = dict[bool, list[float]]({True: [], False: []})
@@ -166,7 +164,7 @@ def test_training_learns_with_the_same_bits_for_a_seed(
     assert trained(4)[0] != loss
 
 
-def test_a_diverged_model_and_no_rows_have_no_scores(task: Task) -> None:
+def test_a_diverged_model_and_no_rows_have_no_scores(task):
     model = model_for(task)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -181,9 +179,7 @@ def test_a_diverged_model_and_no_rows_have_no_scores(task: Task) -> None:
     assert equal(parts(untrained), parts(model_for(task)))
 
 
-def test_a_trial_runs_the_longest_rows_and_trains_nothing(
-    task: Task, monkeypatch: Any
-) -> None:
+def test_a_trial_runs_the_longest_rows_and_trains_nothing(task, monkeypatch):
     model, batch, tried = model_for(task), task.objective.batch, list[Any]()
 
     def recorded(encoded: Any, rows: np.ndarray, rng: Any) -> Any:
@@ -209,9 +205,7 @@ def test_a_trial_runs_the_longest_rows_and_trains_nothing(
 @pytest.mark.parametrize(
     ("split", "said"), [("train", "training"), ("test", "held-out")]
 )
-def test_data_without_anything_to_predict_are_refused(
-    split: str, said: str, monkeypatch: Any
-) -> None:
+def test_data_without_anything_to_predict_are_refused(split, said, monkeypatch):
     task = task_for("clm gpt2")
     kept = getattr(task, split)
     usable = lambda encoded, rows: rows[:0] if encoded is kept else rows  # noqa: E731

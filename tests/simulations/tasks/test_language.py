@@ -24,7 +24,7 @@ VOCABULARY = task_for("mlm bert").objective
 
 
 @pytest.fixture(scope="module")
-def task() -> Task:
+def task():
     return task_for("mlm bert")
 
 
@@ -47,7 +47,7 @@ def hidden(
     return batch["input_ids"].numpy(), batch["labels"].numpy()
 
 
-def test_fifteen_per_cent_are_hidden_as_bert_does_it(task: Task) -> None:
+def test_fifteen_per_cent_are_hidden_as_bert_does_it(task):
     tokens = np.random.default_rng(0).integers(5, 6000, (2000, 102))
     tokens[:, 0], tokens[:, -1] = 2, 3
     encoded = encoded_of([*tokens[:-1], np.insert(tokens[-1], 1, [9] * 8)])
@@ -73,9 +73,7 @@ def test_fifteen_per_cent_are_hidden_as_bert_does_it(task: Task) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, None])
-def test_at_least_one_token_is_hidden_and_no_special_one_or_padding(
-    task: Task, seed: Any
-) -> None:
+def test_at_least_one_token_is_hidden_and_no_special_one_or_padding(task, seed):
     # [CLS] a [UNK] [SEP], and a mask in the text itself; padding is an ordinary token
     # here.
     rows = [[2, 77 + row, (1, VOCABULARY.mask)[row % 2], 3] for row in range(100)]
@@ -87,7 +85,7 @@ def test_at_least_one_token_is_hidden_and_no_special_one_or_padding(
     assert (none == IGNORED).all()
 
 
-def test_evaluation_masks_do_not_depend_on_the_batch(task: Task) -> None:
+def test_evaluation_masks_do_not_depend_on_the_batch(task):
     rows = np.arange(40)
 
     def places(batch_rows: np.ndarray) -> dict[int, Any]:
@@ -110,8 +108,8 @@ def test_evaluation_masks_do_not_depend_on_the_batch(task: Task) -> None:
 
 
 def test_accuracy_is_the_share_of_hidden_tokens_and_a_hopeless_perplexity_infinite(
-    task: Task,
-) -> None:
+    task,
+):
     rows = np.arange(len(task.test))
     labels = task.objective.batch(task.test, rows)["labels"]
     tokens = labels[labels != IGNORED]
@@ -135,9 +133,7 @@ def test_accuracy_is_the_share_of_hidden_tokens_and_a_hopeless_perplexity_infini
         ("clm gpt2", [[7, 8], [7], [2, 3]], [0, 2]),
     ],
 )
-def test_rows_with_nothing_to_predict_are_passed_over(
-    name: str, ids: Any, usable: Any
-) -> None:
+def test_rows_with_nothing_to_predict_are_passed_over(name, ids, usable):
     task = task_for(name)
     encoded = encoded_of(ids)
     odd = replace(task, train=encoded)
@@ -156,9 +152,7 @@ def test_rows_with_nothing_to_predict_are_passed_over(
     assert math.isfinite(training.train(model, single, np.arange(3), 0))
 
 
-def test_the_token_that_ends_a_text_is_predicted_where_it_is_that_of_padding_too() -> (
-    None
-):
+def test_the_token_that_ends_a_text_is_predicted_where_it_is_that_of_padding_too():
     """GPT-2's tokenizer has one token for both."""
     objective = task_for("clm gpt2").objective
     batch = objective.batch(
@@ -170,7 +164,7 @@ def test_the_token_that_ends_a_text_is_predicted_where_it_is_that_of_padding_too
 
 
 @pytest.mark.parametrize("mask", ["[MASK]", "<mask>", "<none>"])
-def test_mask_tokens_by_family(mask: str, task: Task, monkeypatch: Any) -> None:
+def test_mask_tokens_by_family(mask, task, monkeypatch):
     tokenizer = Tokenizer(
         models.WordLevel({"a": 0, "<s>": 1, mask: 7, "b": 6000}, unk_token="a")
     )

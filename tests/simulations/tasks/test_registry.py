@@ -10,7 +10,7 @@ from fedrot.simulations.tasks.registry import TASKS, named_tasks, register
 from tests.simulations.tasks.cases import experiment_of
 
 
-def test_tasks_are_registered_by_their_files() -> None:
+def test_tasks_are_registered_by_their_files():
     assert [*TASKS] == ["classification", "mlm", "clm", "ner", "image"]
     assert all(name == task.name for name, task in TASKS.items())
     assert named_tasks("classifies") == ["classification", "image"]
@@ -18,13 +18,13 @@ def test_tasks_are_registered_by_their_files() -> None:
 
 
 @pytest.mark.parametrize("name", ["wrong", "", ["mlm"], None])
-def test_an_unknown_task_is_refused_with_the_known_ones(name: object) -> None:
+def test_an_unknown_task_is_refused_with_the_known_ones(name):
     known = "'classification', 'mlm', 'clm', 'ner' or 'image'"
     with pytest.raises(ValueError, match=f"Input should be {known}"):
         Experiment.model_validate({"task": name})
 
 
-def test_a_registered_class_is_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_class_is_a_task(monkeypatch):
     class Mine(Classification):
         name = "mine"
         architectures = ("distilbert",)

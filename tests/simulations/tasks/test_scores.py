@@ -5,7 +5,6 @@ found by hand.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +43,7 @@ def drawn(
     classes=st.integers(2, 5),
     kind=st.sampled_from(("single", "multi")),
 )
-def test_classes(seed: int, rows: int, classes: int, kind: Any) -> None:
+def test_classes(seed, rows, classes, kind):
     logits, labels = drawn(kind, seed, rows, classes)
     more = ("ece", "calibrated_loss") if kind == "single" else ()
     found = evaluate_predictions(kind, (*OF_CLASSES, *more), logits, labels)
@@ -76,7 +75,7 @@ def test_classes(seed: int, rows: int, classes: int, kind: Any) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=seeds, rows=st.integers(3, 30), flat=st.booleans())
-def test_scores_of_rows(seed: int, rows: int, flat: bool) -> None:
+def test_scores_of_rows(seed, rows, flat):
     outputs, labels = drawn("regression", seed, rows, 1)
     given_ = outputs[:, 0] if flat else outputs
     found = evaluate_predictions("regression", ("pearson", "spearman"), given_, labels)
@@ -90,7 +89,7 @@ def test_scores_of_rows(seed: int, rows: int, flat: bool) -> None:
 
 
 @pytest.mark.parametrize("outputs", [np.ones((4, 1)), np.array([[1.0], [2], [3], [4]])])
-def test_a_correlation_with_a_constant_is_zero(outputs: Any) -> None:
+def test_a_correlation_with_a_constant_is_zero(outputs):
     constant = np.ptp(outputs) == 0
     labels = np.array([1.0, 2, 3, 5]) if constant else np.ones(4)
     found = evaluate_predictions("regression", ("pearson", "spearman"), outputs, labels)
@@ -99,7 +98,7 @@ def test_a_correlation_with_a_constant_is_zero(outputs: Any) -> None:
 
 @pytest.mark.parametrize("kind", METRICS_OF_KIND)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_outputs_that_are_not_finite_have_no_scores(kind: Any, value: float) -> None:
+def test_outputs_that_are_not_finite_have_no_scores(kind, value):
     outputs, labels = drawn(kind, 0, 6, 3)
     outputs[2, 0] = value
     found = evaluate_predictions(kind, METRICS_OF_KIND[kind], outputs, labels)
@@ -130,7 +129,7 @@ rows_of_tags = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(rows=rows_of_tags)
-def test_entities_are_right_as_a_whole(rows: Any) -> None:
+def test_entities_are_right_as_a_whole(rows):
     truth, guesses = (
         [np.array([pair[i] for pair in row], int) for row in rows] for i in (0, 1)
     )

@@ -23,12 +23,12 @@ Seen = Callable[..., list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def task() -> Task:
+def task():
     return task_for("bert")
 
 
 @pytest.fixture
-def seen(task: Task, monkeypatch: Any) -> Seen:
+def seen(task, monkeypatch):
     """Return a function from epochs and seed to the rows of every step of a training on
     70 rows.
     """
@@ -54,9 +54,7 @@ def seen(task: Task, monkeypatch: Any) -> Seen:
     return rows_of
 
 
-def test_an_epoch_sees_every_row_once_and_a_part_is_its_first_steps(
-    task: Task, seen: Seen
-) -> None:
+def test_an_epoch_sees_every_row_once_and_a_part_is_its_first_steps(task, seen):
     two = seen(2, 0)
     assert len(two) == 18
     for epoch in (two[:9], two[9:]):
@@ -72,9 +70,7 @@ def test_an_epoch_sees_every_row_once_and_a_part_is_its_first_steps(
     assert seen(None, 3, changed(task, local_epochs=0.5)) == seen(0.5, 3)
 
 
-def test_the_loss_of_a_training_is_that_of_its_last_epoch(
-    task: Task, monkeypatch: Any
-) -> None:
+def test_the_loss_of_a_training_is_that_of_its_last_epoch(task, monkeypatch):
     def counted(_: object, model: Any, __: object) -> torch.Tensor:
         assert model.training
         return next(model.parameters()).sum() * 0 + next(steps)
@@ -86,7 +82,7 @@ def test_the_loss_of_a_training_is_that_of_its_last_epoch(
         assert (found, next(steps)) == (pytest.approx(np.mean(last)), last.stop)
 
 
-def test_steps_are_adamw_s_on_the_gradient_of_each_batch_alone(task: Task) -> None:
+def test_steps_are_adamw_s_on_the_gradient_of_each_batch_alone(task):
     still = changed(task, dropout=0.0, lr=1e-2, weight_decay=0.1)
     ours, by_hand = (model_for(still) for _ in range(2))
     training.train(ours, still, np.arange(24), 3)
@@ -107,9 +103,7 @@ def test_steps_are_adamw_s_on_the_gradient_of_each_batch_alone(task: Task) -> No
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31), rows=st.integers(0, 300), size=st.integers(1, 9))
-def test_batches_have_each_row_once_and_similar_lengths(
-    seed: int, rows: int, size: int
-) -> None:
+def test_batches_have_each_row_once_and_similar_lengths(seed, rows, size):
     lengths = np.random.default_rng(seed).integers(1, 40, 400)
     encoded = SimpleNamespace(lengths=lambda own: lengths[own])
     chosen = np.random.default_rng(seed).permutation(400)[:rows]
@@ -127,8 +121,8 @@ def test_batches_have_each_row_once_and_similar_lengths(
 
 
 def test_step_batches_are_random_rows_each_once_and_no_more_than_asked_for(
-    task: Task,
-) -> None:
+    task,
+):
     model = model_for(task)
 
     def chosen(limit: int, seed: int) -> list[frozenset[bytes]]:
@@ -148,7 +142,7 @@ def test_step_batches_are_random_rows_each_once_and_no_more_than_asked_for(
     assert frozenset().union(*chosen(999, 0)) == {text.tobytes() for text in texts}
 
 
-def test_models_with_two_kinds_of_segments_read_them() -> None:
+def test_models_with_two_kinds_of_segments_read_them():
     model = torch.nn.Linear(1, 1)
     for types in range(4):
         model.config = SimpleNamespace(type_vocab_size=types)
@@ -158,7 +152,7 @@ def test_models_with_two_kinds_of_segments_read_them() -> None:
         assert ("token_type_ids" in found) == (types >= 2)
 
 
-def test_a_client_trains_on_none_of_its_held_out_rows() -> None:
+def test_a_client_trains_on_none_of_its_held_out_rows():
     task = task_for(
         "bert", train_limit=90, clients=3, holdout=0.3, partition="dirichlet:1"
     )

@@ -79,9 +79,7 @@ def tried(model: Path, case: str = "bert", **changes: Any) -> str:
 
 
 @pytest.mark.parametrize("family", LEARNED)
-def test_texts_longer_than_the_table_of_positions_are_refused(
-    family: str, tmp_path: Path
-) -> None:
+def test_texts_longer_than_the_table_of_positions_are_refused(family, tmp_path):
     model = save(tmp_path, LEARNED[family])
     assert "(--max-length)" in tried(model, max_length=PLACES + 1)
     assert tried(model, max_length=PLACES) == ""
@@ -142,13 +140,13 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_for_tasks(name: str, tmp_path: Path) -> None:
+def test_models_for_tasks(name, tmp_path):
     config, auto, case, said = MODELS[name]
     found = tried(save(tmp_path, config, auto), case, max_length=PLACES)
     assert (said in found, bool(found)) == (True, bool(said)), found
 
 
-def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_refused(tmp_path):
     model = save(tmp_path, LEARNED["bert"], tokenizer=False)
     assert "has no tokenizer" in tried(model, max_length=PLACES)
 
@@ -165,7 +163,7 @@ LABELS = {
 
 
 @pytest.mark.parametrize("name", LABELS)
-def test_labels_that_teach_nothing_are_refused(name: str) -> None:
+def test_labels_that_teach_nothing_are_refused(name):
     kind, train, test, said = LABELS[name]
     splits = (SimpleNamespace(labels=np.array(labels)) for labels in (train, test))
     data = SimpleNamespace(

@@ -83,7 +83,7 @@ def one_row_each(rows: int) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("kind", ["gram", "fisher"])
-def test_it_adds_what_the_collector_of_the_kind_returns(kind: str) -> None:
+def test_it_adds_what_the_collector_of_the_kind_returns(kind):
     collect = {"gram": fedrot.collect_gram, "fisher": fedrot.collect_fisher}[kind]
     network = loaded(near(state(), 0.05, 1))
     reply = content()
@@ -95,7 +95,7 @@ def test_it_adds_what_the_collector_of_the_kind_returns(kind: str) -> None:
     assert found == {key: array.data for key, array in expected.items()}
 
 
-def test_forms_of_batches_and_precisions_on_the_wire() -> None:
+def test_forms_of_batches_and_precisions_on_the_wire():
     grams = fedrot.collect_gram(model(), batches(0))
     labelled = BatchEncoding({**BATCH, "labels": torch.zeros(16, dtype=torch.int64)})
     for rows in (lambda: iter(batches(0)), iter(batches(0)), [labelled]):
@@ -104,13 +104,13 @@ def test_forms_of_batches_and_precisions_on_the_wire() -> None:
 
 
 @pytest.mark.parametrize(("most", "expected"), [(3, 3), (None, 100), (102, 102)])
-def test_the_number_of_batches_is_bounded(most: Any, expected: int) -> None:
+def test_the_number_of_batches_is_bounded(most, expected):
     rows = Counted(one_row_each(110))
     added(rows=rows, max_batches=most)
     assert rows.read == expected
 
 
-def test_without_a_request_nothing_is_read_or_added() -> None:
+def test_without_a_request_nothing_is_read_or_added():
     other = request()
     other.content["config"] = ConfigRecord({"lr": 0.1})
     for message in (request(""), broadcast(FedRot(config_of(NAME)), state())[0], other):
@@ -121,7 +121,7 @@ def test_without_a_request_nothing_is_read_or_added() -> None:
         assert rows.begun == rows.read == 0
 
 
-def test_statistics_that_the_reply_has_stay_and_are_not_collected_again() -> None:
+def test_statistics_that_the_reply_has_stay_and_are_not_collected_again():
     full, marked = fedrot.completed(state(), state(), {"classifier.weight": [0]})
     known = {"gram": {"classifier.weight": torch.eye(16)}, **marked}
     reply = content(full)
@@ -138,7 +138,7 @@ def test_statistics_that_the_reply_has_stay_and_are_not_collected_again() -> Non
     )
 
 
-def test_matrices_of_conv1d_count_as_gram_matrices() -> None:
+def test_matrices_of_conv1d_count_as_gram_matrices():
     config = GPT2Config(
         vocab_size=64,
         n_positions=16,
@@ -157,7 +157,7 @@ def test_matrices_of_conv1d_count_as_gram_matrices() -> None:
     assert add_statistics(reply, message, network, rows) == ()
 
 
-def test_two_kinds_read_the_batches_twice_and_random_numbers_are_as_before() -> None:
+def test_two_kinds_read_the_batches_twice_and_random_numbers_are_as_before():
     rows = Counted(DataLoader(one_row_each(8), batch_size=None, shuffle=True))
     torch.manual_seed(3)
     expected = torch.rand(4)
@@ -170,7 +170,7 @@ def test_two_kinds_read_the_batches_twice_and_random_numbers_are_as_before() -> 
     assert set(read_statistics(reply)) == {"gram", "fisher"}
 
 
-def test_a_tensor_that_only_the_received_model_has_may_have_statistics() -> None:
+def test_a_tensor_that_only_the_received_model_has_may_have_statistics():
     """A reply may hold only what has changed; see ``to_arrays``."""
     changed = {
         name: tensor
@@ -180,7 +180,7 @@ def test_a_tensor_that_only_the_received_model_has_may_have_statistics() -> None
     assert add_statistics(content(changed), request(), model(), batches(0)) == ("gram",)
 
 
-def test_a_kind_of_ones_own_is_collected_too(monkeypatch: Any) -> None:
+def test_a_kind_of_ones_own_is_collected_too(monkeypatch):
     def collect(model: torch.nn.Module, rows: Iterable[Mapping[str, Tensor]]) -> Any:
         count = float(sum(len(row["input_ids"]) for row in rows))
         return {"rows": {"classifier.bias": torch.tensor([count])}}
@@ -227,7 +227,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("given", "word"), REFUSED)
-def test_mistakes_are_refused_and_change_nothing(given: Any, word: str) -> None:
+def test_mistakes_are_refused_and_change_nothing(given, word):
     good = {
         "content": content(),
         "message": request(),
@@ -280,14 +280,14 @@ def clients(collect: Callable[..., Any]) -> list[Given]:
 
 
 @pytest.mark.parametrize("aggregation", [RegMean, Fisher])
-def test_a_run_merges_what_the_clients_add(aggregation: Any) -> None:
+def test_a_run_merges_what_the_clients_add(aggregation):
     found = played(aggregation, alignment=None)
     collect = fedrot.collect_gram if aggregation is RegMean else fedrot.collect_fisher
     expected = merged(aggregation(), clients(collect))
     assert largest_difference(found, ArrayRecord(expected)) <= 1e-6
 
 
-def test_the_error_of_a_run_without_statistics_names_the_call() -> None:
+def test_the_error_of_a_run_without_statistics_names_the_call():
     with pytest.raises(
         FedrotError, match=r"has no statistics 'gram'.*\.add_statistics\(content, "
     ):

@@ -97,9 +97,7 @@ def arrays(message: Message) -> State:
     [SYMMETRY, CONFIG, CONFIG.to_dict(), lambda message, context: CONFIG],
     ids=["symmetry", "config", "dictionary", "function"],
 )
-def test_the_update_leaves_in_the_received_coordinates(
-    symmetry: Any, kind: str
-) -> None:
+def test_the_update_leaves_in_the_received_coordinates(symmetry, kind):
     answer = answered(
         sends(UPDATE, loss=0.5), align_mod(symmetry), instruction(kind=kind)
     )
@@ -110,9 +108,7 @@ def test_the_update_leaves_in_the_received_coordinates(
     assert dict(answer.content["metrics"]) == {"num-examples": 10, "loss": 0.5}
 
 
-def test_what_does_not_move_keeps_its_bytes_and_the_clients_reply_stays_as_it_was() -> (
-    None
-):
+def test_what_does_not_move_keeps_its_bytes_and_the_clients_reply_stays_as_it_was():
     update = {k: v.half() for k, v in UPDATE.items()}
     sent = list[Message]()
 
@@ -134,7 +130,7 @@ def test_what_does_not_move_keeps_its_bytes_and_the_clients_reply_stays_as_it_wa
 
 
 @pytest.mark.parametrize("canonical", [False, True])
-def test_tied_arrays_stay_tied_unless_they_move_apart(canonical: bool) -> None:
+def test_tied_arrays_stay_tied_unless_they_move_apart(canonical):
     """In canonical form the output layer holds the last norm's gain; the token table
     does not.
     """
@@ -161,7 +157,7 @@ def test_tied_arrays_stay_tied_unless_they_move_apart(canonical: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["evaluate", "query", MESSAGE_TYPE])
-def test_other_messages_pass_through_untouched(kind: str) -> None:
+def test_other_messages_pass_through_untouched(kind):
     sent = []
 
     def serve(message: Message) -> Message:
@@ -186,9 +182,7 @@ def squares(message: Message, context: Context, aligned: Mapping[str, Tensor]) -
     }
 
 
-def test_scrambled_clients_give_the_unscrambled_mean_by_their_fisher_information() -> (
-    None
-):
+def test_scrambled_clients_give_the_unscrambled_mean_by_their_fisher_information():
     honest = [near(BASE, 0.1, seed) for seed in range(3)]
     turned = [
         fedrot.random_equivalent(update, SYMMETRY, i) for i, update in enumerate(honest)
@@ -245,9 +239,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("reason", BROKEN)
-def test_what_is_no_update_leaves_unchanged_with_a_warning(
-    reason: str, warnings: Any
-) -> None:
+def test_what_is_no_update_leaves_unchanged_with_a_warning(reason, warnings):
     sent = []
 
     def train(message: Message) -> Message:
@@ -260,8 +252,8 @@ def test_what_is_no_update_leaves_unchanged_with_a_warning(
 
 
 def test_a_message_with_several_models_is_left_alone(
-    warnings: Any,
-) -> None:
+    warnings,
+):
     message = instruction()
     message.content["more"] = ArrayRecord(BASE)
     assert (
@@ -303,7 +295,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", CHANGING)
-def test_alignment_comes_before_clipping(name: str) -> None:
+def test_alignment_comes_before_clipping(name):
     mod, config = CHANGING[name]
     node = app_of(
         sends(UPDATE), [message_size_mod, mod, message_size_mod, align_mod(CONFIG)]
@@ -318,7 +310,7 @@ def test_alignment_comes_before_clipping(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_clipping_before_alignment_is_refused_at_the_first_message(case: str) -> None:
+def test_clipping_before_alignment_is_refused_at_the_first_message(case):
     for between in ([], [message_size_mod]):
         node = app_of(never, [align_mod(CONFIG), *between, WRONG[case]])
         with pytest.raises(fedrot.FedrotError, match="behind align_mod"):
@@ -336,7 +328,7 @@ def with_statistics(statistics: Any) -> Train:
     )
 
 
-def test_statistics_are_of_the_aligned_update_if_the_server_asks_for_them() -> None:
+def test_statistics_are_of_the_aligned_update_if_the_server_asks_for_them():
     mod = align_mod(CONFIG, statistics=squares)
     assert list(answered(sends(UPDATE), mod).content) == ["arrays", "metrics"]
     answer = answered(sends(UPDATE), mod, instruction(**{STATISTICS: FISHER}))
@@ -348,7 +340,7 @@ def test_statistics_are_of_the_aligned_update_if_the_server_asks_for_them() -> N
     )
 
 
-def test_statistics_of_client_and_mod_leave_together_in_the_mods_precision() -> None:
+def test_statistics_of_client_and_mod_leave_together_in_the_mods_precision():
     marks = {"trained": {"classifier.bias": torch.tensor([True, False, True])}}
     mod = align_mod(CONFIG, statistics=squares, dtype=torch.bfloat16)
     answer = answered(with_statistics(marks), mod, instruction(**{STATISTICS: FISHER}))
@@ -382,9 +374,7 @@ def sends_nameless(update: State) -> Train:
 
 @pytest.mark.parametrize("secure", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_tensors_without_names_take_them_from_the_symmetry(
-    dtype: Any, secure: bool
-) -> None:
+def test_tensors_without_names_take_them_from_the_symmetry(dtype, secure):
     base = {k: v.to(dtype) for k, v in BASE.items()}
     answer = answered(sends_nameless(UPDATE), align_mod(SYMMETRY), legacy(base, secure))
     parameters = compat.recorddict_to_fitres(answer.content, keep_input=True).parameters
@@ -429,16 +419,14 @@ RAISES = [
 
 
 @pytest.mark.parametrize(("mod", "train", "message", "word"), RAISES)
-def test_what_cannot_go_on_says_so_at_the_client(
-    mod: Any, train: Train, message: Message, word: str
-) -> None:
+def test_what_cannot_go_on_says_so_at_the_client(mod, train, message, word):
     with pytest.raises(fedrot.FedrotError, match=word):
         answered(train, mod, message)
 
 
 def test_without_secure_aggregation_the_same_is_sent(
-    warnings: Any,
-) -> None:
+    warnings,
+):
     answered(sends_nameless(FEWER), NAMELESS, legacy())
     assert "tensors without names" in warnings()
     mod = align_mod(SYMMETRY, statistics=every)

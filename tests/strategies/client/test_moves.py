@@ -127,7 +127,7 @@ def put(name: str, value: Edit | Tensor) -> Client:
 
 
 @pytest.mark.parametrize("learn", [False, True], ids=["closed", "learned"])
-def test_the_answer_holds_elements_and_nothing_else(learn: bool) -> None:
+def test_the_answer_holds_elements_and_nothing_else(learn):
     answer = ask(client(), OTHER, learn)
     assert list(answer.content) == [ELEMENTS]
     groups = {group.name: group for group in SYMMETRY.groups}
@@ -144,7 +144,7 @@ def test_the_answer_holds_elements_and_nothing_else(learn: bool) -> None:
         assert element.is_floating_point() == (groups[name].part == "attention")
 
 
-def test_a_permuted_update_comes_back_exactly_in_any_order_of_the_elements() -> None:
+def test_a_permuted_update_comes_back_exactly_in_any_order_of_the_elements():
     update = permuted(BASE, 2)
     # Orders of heads last.
     backwards = edited(
@@ -156,21 +156,21 @@ def test_a_permuted_update_comes_back_exactly_in_any_order_of_the_elements() -> 
         assert alignment.report.after <= 1e-6 * alignment.report.before
 
 
-def test_matching_draws_nothing_from_the_clients_random_numbers() -> None:
+def test_matching_draws_nothing_from_the_clients_random_numbers():
     rows = [*batches()]
     before = torch.random.get_rng_state()
     ask(client(lambda: [rows[i] for i in torch.randperm(len(rows)).tolist()]), OTHER)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_the_clients_own_data_decide() -> None:
+def test_the_clients_own_data_decide():
     alignment = read(ask(client(), OTHER), OTHER)
     by_weights = fedrot.align(OTHER, BASE, SYMMETRY, WHOLE)
     assert difference(alignment.apply(OTHER), by_weights.apply(OTHER)) > 1e-2
     assert error(alignment.apply(OTHER), OTHER) <= 1e-4
 
 
-def test_learned_elements_travel_exactly() -> None:
+def test_learned_elements_travel_exactly():
     """The oracle: what the client does, without messages."""
     start = fedrot.align(OTHER, BASE, SYMMETRY, fedrot.AlignmentOptions(()))
     given = (loss_of(build().eval()), batches(), OTHER, BASE, SYMMETRY, start, LEARNING)
@@ -234,7 +234,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_element_is_refused(case: str) -> None:
+def test_what_is_no_element_is_refused(case):
     with pytest.raises(fedrot.UpdateError):
         read(ask(REFUSED[case], OTHER), OTHER)
 
@@ -301,8 +301,8 @@ def element_read(kind: Action, element: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "beside"), BESIDE)
 def test_elements_are_read_as_they_were_sent_and_what_is_beside_them_is_refused(
-    kind: Action, beside: Any
-) -> None:
+    kind, beside
+):
     for element in [
         kind.random(torch.Generator().manual_seed(seed)) for seed in range(5)
     ]:
@@ -322,9 +322,7 @@ def strategy(**given: Any) -> FedRot:
 
 
 @pytest.mark.parametrize("most", [True, False], ids=["most", "one"])
-def test_a_round_matched_by_its_clients_keeps_the_function(
-    most: bool, warnings: Any
-) -> None:
+def test_a_round_matched_by_its_clients_keeps_the_function(most, warnings):
     sent = [permuted(BASE, i) if most or i == 1 else BASE for i in range(3)]
     grid = grid_of([client()] * 3)
     result, _ = aggregated(strategy(), BASE, sent, nodes=grid)
@@ -337,7 +335,7 @@ def test_a_round_matched_by_its_clients_keeps_the_function(
     )
 
 
-def test_nobody_is_asked_in_an_ordinary_round() -> None:
+def test_nobody_is_asked_in_an_ordinary_round():
     sent = [near(BASE, 0.05, i) for i in range(3)]
     expected, _ = aggregated(FedRot(config_of(NAME)), BASE, sent)
     grid = grid_of([failure] * 3)
@@ -348,7 +346,7 @@ def test_nobody_is_asked_in_an_ordinary_round() -> None:
     assert largest_difference(expected, result) == 0
 
 
-def test_what_a_client_found_is_averaged_and_reported_as_it_is() -> None:
+def test_what_a_client_found_is_averaged_and_reported_as_it_is():
     """Its data decided; to move the update again, by weights alone, would undo that."""
     found = read(ask(client(), OTHER), OTHER)
     result, metrics = aggregated(
@@ -362,7 +360,7 @@ def test_what_a_client_found_is_averaged_and_reported_as_it_is() -> None:
     )
 
 
-def test_an_update_that_its_client_matched_leaves_the_others_to_the_anchor() -> None:
+def test_an_update_that_its_client_matched_leaves_the_others_to_the_anchor():
     theirs = permuted(near(BASE, 0.5, 1), 2)
     ours = [
         fedrot.random_equivalent(near(BASE, 0.1, i), SYMMETRY, i, ("attention", "ffn"))
@@ -386,7 +384,7 @@ def nothing_moved(message: Message) -> Message:
     return Message(RecordDict({ELEMENTS: ArrayRecord({})}), reply_to=message)
 
 
-def test_beside_clients_that_matched_themselves_others_keep_their_alignment() -> None:
+def test_beside_clients_that_matched_themselves_others_keep_their_alignment():
     sent = [permuted(near(BASE, 0.01, seed), seed) for seed in (1, 2, 3)]
     _, metrics = aggregated(
         strategy(), BASE, sent, nodes=[nothing_moved, failure, failure]
@@ -411,7 +409,7 @@ class Chatty(FakeGrid):
         return [stranger, in_its_name, *answers, *map(nothing_moved, asked), stranger]
 
 
-def test_the_first_answer_of_who_was_asked_counts(warnings: Any) -> None:
+def test_the_first_answer_of_who_was_asked_counts(warnings):
     sent = [BASE, OTHER, BASE]
     nodes = [client()] * 3
     expected, before = aggregated(strategy(alignment=GLOBAL), BASE, sent, nodes=nodes)
@@ -453,9 +451,7 @@ def matched_at_the_server(model: Any) -> ArrayRecord:
 
 
 @pytest.mark.parametrize("case", BAD_NODES)
-def test_after_a_bad_answer_the_reply_is_matched_at_the_server(
-    case: str, warnings: Any
-) -> None:
+def test_after_a_bad_answer_the_reply_is_matched_at_the_server(case, warnings):
     model = build if case == "failed" else None
     kind = Silent if case == "silent" else FakeGrid
     grid = kind(dict.fromkeys((100, 101, 102), BAD_NODES[case]))
@@ -481,7 +477,7 @@ class Timed(LazyGrid):
         return super().send_and_receive(asked, timeout=timeout)
 
 
-def test_requests_to_match_have_the_timeout_of_the_run_and_its_configuration() -> None:
+def test_requests_to_match_have_the_timeout_of_the_run_and_its_configuration():
     asked = []
 
     def answer(message: Message) -> Message:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -35,9 +34,7 @@ from tests.strategies.fitting.classifiers import (
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_head_is_that_of_one_place_at_the_best_temperature(
-    name: str, warnings: Any
-) -> None:
+def test_the_head_is_that_of_one_place_at_the_best_temperature(name, warnings):
     """Clients' adapters may have smaller ranks: features are those of the server's."""
     kind = KINDS[name]
     before = torch.random.get_rng_state()
@@ -72,15 +69,15 @@ def test_the_head_is_that_of_one_place_at_the_best_temperature(
         (0.71, "under-"),
     ],
 )
-def test_a_temperature_is_explained(temperature: float, word: str) -> None:
+def test_a_temperature_is_explained(temperature, word):
     assert temperature_in_words(temperature).startswith(
         f"temperature {temperature:.2f} ({word}"
     )
 
 
 def test_a_head_that_is_worse_on_held_out_rows_is_not_taken(
-    caplog: Any,
-) -> None:
+    caplog,
+):
     pairs = (
         (SINGLE.rows(seed), as_predicted(SINGLE.rows(10 + seed, 30)))
         for seed in range(3)
@@ -181,9 +178,7 @@ CASES = [("single", what) for what in BAD] + [
 
 
 @pytest.mark.parametrize(("name", "what"), CASES)
-def test_an_answer_that_is_none_is_left_out_and_named(
-    name: str, what: str, warnings: Any
-) -> None:
+def test_an_answer_that_is_none_is_left_out_and_named(name, what, warnings):
     """The head is that without the client; of its rows those count about which it says
     nothing bad.
     """
@@ -218,7 +213,7 @@ def test_an_answer_that_is_none_is_left_out_and_named(
     ids=["none", "unlabelled", "misnamed"],
 )
 @pytest.mark.parametrize("place", [0, 1], ids=["training", "held-out"])
-def test_a_client_may_lack_rows_of_one_kind(place: int, spoil: Any) -> None:
+def test_a_client_may_lack_rows_of_one_kind(place, spoil):
     """The rows of the other kind count; nobody asks for those that it lacks."""
     pair = [SINGLE.rows(1, 30), SINGLE.rows(2, 30)]
     pair[place] = spoil(pair[place])
@@ -238,8 +233,8 @@ def test_a_client_may_lack_rows_of_one_kind(place: int, spoil: Any) -> None:
 
 
 def test_a_head_that_cannot_be_fitted_stays_as_it_is(
-    warnings: Any,
-) -> None:
+    warnings,
+):
     one_class = {**SINGLE.rows(0), "labels": torch.zeros(80, dtype=torch.int64)}
     for training in (one_class, None):
         found = SINGLE.fitted(
@@ -260,7 +255,7 @@ def test_a_head_that_cannot_be_fitted_stays_as_it_is(
         ([], {"task_head": "elsewhere"}, "no layer 'elsewhere'"),
     ],
 )
-def test_what_gives_no_head_is_an_error(clients: Any, given: Any, word: str) -> None:
+def test_what_gives_no_head_is_an_error(clients, given, word):
     with pytest.raises(fedrot.FedrotError, match=word):
         SINGLE.fitted(clients, **given)
     if given:

@@ -60,9 +60,7 @@ def forging(message: Message) -> Message | None:
         ([forging], "It matches no request of this round"),
     ],
 )
-def test_metrics_are_those_of_all_rows_together(
-    others: Any, word: str, warnings: Any
-) -> None:
+def test_metrics_are_those_of_all_rows_together(others, word, warnings):
     held_out = [SINGLE.rows(11, 30), predicted(12, 45), SINGLE.rows(13, 7)]
     grid = grid_of([*others, *map(judge, held_out[: 3 - len(others)])])
     found = evaluate_at_clients(grid)(0, ARRAYS)
@@ -70,7 +68,7 @@ def test_metrics_are_those_of_all_rows_together(
     assert word in warnings()
 
 
-def test_without_an_answer_the_metrics_are_nan(warnings: Any) -> None:
+def test_without_an_answer_the_metrics_are_nan(warnings):
     found = evaluate_at_clients(grid_of([failure, failure]))(3, ARRAYS)
     assert all(
         math.isnan(found[name]) for name in ("loss", "accuracy", "calibrated_loss")
@@ -89,7 +87,7 @@ def answering(node: Client, times: int) -> Client:
     return answer
 
 
-def test_models_of_one_round_are_judged_by_the_same_clients() -> None:
+def test_models_of_one_round_are_judged_by_the_same_clients():
     good = [SINGLE.rows(11, 30), SINGLE.rows(12, 40)]
     grid = grid_of([answering(judge(good[0]), 3), judge(good[1]), failure])
     evaluate = evaluate_at_clients(grid)
@@ -120,7 +118,7 @@ def trains(node: Client, update: State, weight: int) -> Client:
     return answer
 
 
-def test_a_guard_keeps_what_the_clients_rows_prefer() -> None:
+def test_a_guard_keeps_what_the_clients_rows_prefer():
     """Rows labelled by the start: the aligned mean is near to it, the plain one is
     not.
     """

@@ -88,7 +88,7 @@ METRICS: dict[str, Any] = {
 
 @pytest.mark.parametrize("count", [4, 5, 9, 12])
 @pytest.mark.parametrize("seed", range(3))
-def test_metrics_are_centres_and_centres_of_changes(seed: int, count: int) -> None:
+def test_metrics_are_centres_and_centres_of_changes(seed, count):
     figures = drawn(seed, count)
     evaluate = evaluate_at_clients(grid_of(answers(*figure) for figure in figures))
     for place, arrays in enumerate((FIRST, SECOND)):
@@ -103,8 +103,8 @@ def test_metrics_are_centres_and_centres_of_changes(seed: int, count: int) -> No
 
 @pytest.mark.parametrize("liar", [0.0, 1e6])
 def test_one_of_four_keeps_metrics_in_the_range_of_the_others(
-    liar: float,
-) -> None:
+    liar,
+):
     figures = drawn(7, 3)
     lie: Figures = (10**6, (liar, liar), (1.0, 1.0))
     grid = grid_of(answers(*figure) for figure in [*figures, lie])

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -128,7 +127,7 @@ CASES = [*product(SPOILT, VOTES, (1, 10, 10**6))]
 @pytest.mark.parametrize(
     "sizes", [(4, 1, 5), (9, 2, 13)], ids=["one of four", "two of nine"]
 )
-def test_a_quarter_of_liars_costs_little_accuracy(sizes: Any) -> None:
+def test_a_quarter_of_liars_costs_little_accuracy(sizes):
     """At changing places; accuracy falls by .03 at most."""
     count, liars, step = sizes
 
@@ -150,9 +149,7 @@ def test_a_quarter_of_liars_costs_little_accuracy(sizes: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", [3, 6, 13])
-def test_honest_clients_with_labels_of_their_own_are_not_left_out(
-    seed: int, monkeypatch: Any
-) -> None:
+def test_honest_clients_with_labels_of_their_own_are_not_left_out(seed, monkeypatch):
     """Without a group most clients gain a little, by more than a standard error, and
     few lose much.
     """

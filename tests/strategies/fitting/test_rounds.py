@@ -132,7 +132,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("case", STEPS)
-def test_the_best_of_old_new_and_half_way_is_taken(case: str, tmp_path: Path) -> None:
+def test_the_best_of_old_new_and_half_way_is_taken(case, tmp_path):
     start, to, step = STEPS[case]
     reporting = Reporting(tmp_path / "rows.jsonl", hashes=True)
     # Below four clients losses are means.
@@ -156,7 +156,7 @@ def test_the_best_of_old_new_and_half_way_is_taken(case: str, tmp_path: Path) ->
     assert metrics["fedrot-head-loss"] == pytest.approx(loss(last, 3), rel=1e-5)
 
 
-def test_the_error_is_the_standard_error_of_the_differences_of_rows() -> None:
+def test_the_error_is_the_standard_error_of_the_differences_of_rows():
     """The oracle: the rows of all clients, which have equal numbers of rows; below
     four, a mean.
     """
@@ -182,7 +182,7 @@ def test_the_error_is_the_standard_error_of_the_differences_of_rows() -> None:
     assert metrics["fedrot-head-error"] == pytest.approx(float(within) ** 0.5, rel=0.2)
 
 
-def test_a_model_travels_once_for_its_head(tmp_path: Path) -> None:
+def test_a_model_travels_once_for_its_head(tmp_path):
     notes = []
     run(noted(clients(lambda body: body + 0.3, tmp_path), notes), 2)
     first = [("count", []), ("sum", [f"{MODEL}-0"]), ("evaluate", [])]
@@ -201,7 +201,7 @@ def test_a_model_travels_once_for_its_head(tmp_path: Path) -> None:
     assert files[0].parent.stat().st_mode & 0o077 == 0
 
 
-def test_only_models_of_runs_long_ago_are_deleted(tmp_path: Path) -> None:
+def test_only_models_of_runs_long_ago_are_deleted(tmp_path):
     names = ("1/a.safetensors", "2/b.safetensors", "1/c")
     old, new, others = (tmp_path / "fedrot-bodies" / name for name in names)
     for path in (old, new, others):
@@ -215,8 +215,8 @@ def test_only_models_of_runs_long_ago_are_deleted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["lost", "damaged", "never kept"])
 def test_lost_and_damaged_files_and_full_disks_cost_only_bytes(
-    what: str, tmp_path: Path, warnings: Any
-) -> None:
+    what, tmp_path, warnings
+):
     notes = []
     folder = tmp_path / "folder"
     expected, _ = run(clients(lambda body: body + 0.3), 2)
@@ -243,8 +243,8 @@ def test_lost_and_damaged_files_and_full_disks_cost_only_bytes(
 
 
 def test_clients_that_always_lack_the_model_are_left_out(
-    warnings: Any,
-) -> None:
+    warnings,
+):
     def lacking(message: Message) -> Message | None:
         (config,) = message.content.config_records.values()
         lacks = Message(RecordDict({LACKS: ConfigRecord()}), reply_to=message)
@@ -258,7 +258,7 @@ def test_clients_that_always_lack_the_model_are_left_out(
     assert "all say that they lack the model" in warnings()
 
 
-def test_a_resumed_run_does_not_begin_anew(tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_begin_anew(tmp_path):
     given = {"checkpoints": Checkpointing(tmp_path / "runs")}
     whole, _ = run(clients(lambda body: body + 0.3), 3)
     run(clients(lambda body: body + 0.3), 1, **given)
@@ -288,7 +288,7 @@ LEARNERS = [learner(index) for index in range(3)]
     [{"alignment": None, "aggregation": "mean", "fit_head": HEAD}, {}],
     ids=["a mean, named head", "aligned"],
 )
-def test_every_round_ends_with_the_best_of_three_models(given: Any) -> None:
+def test_every_round_ends_with_the_best_of_three_models(given):
     """The oracle: rounds without the argument, one at a time, and ``fit_task_head`` for
     each body.
     """
@@ -323,7 +323,7 @@ def test_every_round_ends_with_the_best_of_three_models(given: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["mean", "exact"])
-def test_adapters_are_never_worse_over_rounds(method: str) -> None:
+def test_adapters_are_never_worse_over_rounds(method):
     """The oracle is the loss of each broadcast adapter on the held-out rows of all
     clients.
     """
@@ -371,8 +371,8 @@ def test_adapters_are_never_worse_over_rounds(method: str) -> None:
 
 
 def test_a_later_round_without_answers_keeps_its_head(
-    warnings: Any,
-) -> None:
+    warnings,
+):
     def once(node: Client) -> Client:
         asked = []
 
@@ -400,7 +400,7 @@ def only(trains: bool) -> Client:
     )(message)
 
 
-def test_a_failed_round_fits_no_head_and_a_first_round_without_answers_stops() -> None:
+def test_a_failed_round_fits_no_head_and_a_first_round_without_answers_stops():
     notes = []
     result, (first,) = played(noted([only(trains=False)] * 2, notes), 1)
     assert notes[-1][0] == "train"
@@ -409,7 +409,7 @@ def test_a_failed_round_fits_no_head_and_a_first_round_without_answers_stops() -
         played([only(trains=True)] * 2)
 
 
-def test_a_subclass_that_hides_the_model_is_refused() -> None:
+def test_a_subclass_that_hides_the_model_is_refused():
     """It makes the messages itself and plays the rounds itself: nobody knows the
     round's model.
     """
@@ -466,8 +466,8 @@ def of_precision(index: int, dtype: torch.dtype | None = None) -> Client:
     [(torch.bfloat16, None), (torch.float64, None), (None, torch.bfloat16)],
 )
 def test_models_travel_in_the_wires_precision_and_keep_their_own_and_their_ties(
-    dtype: Any, wire: Any
-) -> None:
+    dtype, wire
+):
     tensors = {
         name: tensor.to(dtype or torch.float32)
         for name, tensor in SINGLE.state().items()

@@ -59,8 +59,8 @@ def expected_head(clients: Sequence[Client], rows: Any, name: str) -> Tensor:
 @pytest.mark.parametrize("aggregation", [None, RegMean])
 @pytest.mark.parametrize("case", ROWS)
 def test_rows_of_the_head_are_averaged_over_whoever_trained_them(
-    case: str, aggregation: Any, align: bool
-) -> None:
+    case, aggregation, align
+):
     rows = ROWS[case]
     clients = []
     for i, client in enumerate(honest()):
@@ -91,7 +91,7 @@ def test_rows_of_the_head_are_averaged_over_whoever_trained_them(
         torch.testing.assert_close(found[name], others[name], atol=1e-6, rtol=0)
 
 
-def test_scrambled_clients_keep_their_marks() -> None:
+def test_scrambled_clients_keep_their_marks():
     clients = [replace(c, statistics={}) for c in honest()]
     bare = marking(clients, ROWS["all mark"])
     moved = [
@@ -102,7 +102,7 @@ def test_scrambled_clients_keep_their_marks() -> None:
     assert largest_difference(play(strategy, moved)[0], play(strategy, bare)[0]) <= 1e-5
 
 
-def test_an_average_of_adapters_receives_the_marks_of_untrained_rows() -> None:
+def test_an_average_of_adapters_receives_the_marks_of_untrained_rows():
     base = adapter(0)
     head = "base_model.model.head.bias"
     mean = AdapterMean(AdapterOptions().average(SETTINGS, base, 1))

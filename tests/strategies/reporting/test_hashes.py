@@ -50,7 +50,7 @@ def oracle(tensors: State | ArrayRecord) -> str:
     return hashlib.sha256(found).hexdigest()
 
 
-def test_the_hash_is_of_names_dtypes_shapes_and_bits() -> None:
+def test_the_hash_is_of_names_dtypes_shapes_and_bits():
     mixed = {
         "b": torch.arange(6.0).reshape(2, 3).T,
         "a": torch.tensor(True),
@@ -118,9 +118,7 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_rows_name_what_was_averaged_as_it_was_received(
-    name: str, tmp_path: Path
-) -> None:
+def test_rows_name_what_was_averaged_as_it_was_received(name, tmp_path):
     reporting = Reporting(tmp_path / "rows.jsonl", hashes=True)
     strategy = STRATEGIES[name](SYMMETRY, reporting=reporting, **TRAIN)
     result = strategy.start(FakeGrid(CLIENTS), ArrayRecord(state()), 2)
@@ -144,8 +142,8 @@ def test_rows_name_what_was_averaged_as_it_was_received(
 
 
 def test_without_a_new_model_no_update_is_named_and_hashes_are_an_option(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+    tmp_path, monkeypatch
+):
     file = tmp_path / "rows.jsonl"
     server = Server(min_replies=4)
     for hashes, count in ((True, 1), (False, 0)):
@@ -178,8 +176,8 @@ def play(folder: Path, rounds: int, offset: int = 0) -> tuple[Path, Path]:
 
 
 def test_checkpoints_of_a_resumed_run_are_those_of_its_rows_and_no_others(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     play(tmp_path, 2)
     file, kept = play(tmp_path, 3)
     known = f"'{file}', with rounds 1 to 3"
@@ -211,8 +209,8 @@ def test_checkpoints_of_a_resumed_run_are_those_of_its_rows_and_no_others(
 
 
 def test_a_model_file_with_other_tensors_than_a_run_would_load_is_refused(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+    tmp_path, monkeypatch
+):
     with monkeypatch.context() as patch:  # so that all digests fit
         patch.setattr(
             checkpoints, "_unshared", lambda own: {**own, "more": torch.ones(2)}
@@ -225,8 +223,8 @@ def test_a_model_file_with_other_tensors_than_a_run_would_load_is_refused(
 
 
 def test_a_file_that_was_changed_or_has_no_hashes_verifies_nothing(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     file, kept = play(tmp_path, 2)
     text = file.read_text()
     after = next(row["sha256_after"] for row in rows_of(file) if "sha256_after" in row)

@@ -61,8 +61,8 @@ def stages_of(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("strategy", [FedRot, AlignedFedAdam])
 def test_every_round_and_stage_has_one_row_that_is_there_when_its_stage_ends(
-    strategy: Any, tmp_path: Path
-) -> None:
+    strategy, tmp_path
+):
     path = tmp_path / "deep" / "rows.jsonl"
     seen = []
     heard = []
@@ -99,7 +99,7 @@ def test_every_round_and_stage_has_one_row_that_is_there_when_its_stage_ends(
         }
 
 
-def test_what_is_not_finite_is_null_in_a_row(tmp_path: Path) -> None:
+def test_what_is_not_finite_is_null_in_a_row(tmp_path):
     path = tmp_path / "rows.jsonl"
     heard = dict[str, float]()
     reporting = Reporting(path, lambda number, metrics: heard.update(metrics))
@@ -116,7 +116,7 @@ def test_what_is_not_finite_is_null_in_a_row(tmp_path: Path) -> None:
     }
 
 
-def test_an_error_of_the_function_ends_the_run() -> None:
+def test_an_error_of_the_function_ends_the_run():
     def full(number: int, metrics: dict[str, float]) -> None:
         raise OSError("no space left for the tracker")
 
@@ -126,7 +126,7 @@ def test_an_error_of_the_function_ends_the_run() -> None:
         )
 
 
-def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path, warnings: Any) -> None:
+def test_a_resumed_run_goes_on_with_its_rows(tmp_path, warnings):
     path = tmp_path / "rows.jsonl"
     kept = tmp_path / "checkpoints"
     heard = []
@@ -154,7 +154,7 @@ ROWS = ['{"round": 1, "a": "é"}', '{"round": 2}', '{"other": 3}', '{"round": 3}
 @pytest.mark.parametrize(
     "unfinished", ["", '{"round": 1', '{"round": 1}', '{"round": "é']
 )
-def test_later_rows_are_cut(tmp_path: Path, unfinished: str) -> None:
+def test_later_rows_are_cut(tmp_path, unfinished):
     path = tmp_path / "rows.jsonl"
     for after, expected in ((0, [2]), (1, [0, 2]), (2, [0, 1, 2]), (9, [0, 1, 2, 3])):
         path.write_bytes(

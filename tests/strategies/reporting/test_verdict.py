@@ -161,7 +161,7 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize("name", VERDICTS)
-def test_the_verdict_on_replies(name: str) -> None:
+def test_the_verdict_on_replies(name):
     replies, expected = VERDICTS[name]
     reports = [
         report(*(group for part in parts for group in part)) for parts in replies
@@ -213,8 +213,8 @@ SENTENCES = [
 
 @pytest.mark.parametrize(("reports", "about", "sentence"), SENTENCES)
 def test_the_verdict_on_other_bases_and_rounds_without_a_model(
-    reports: Any, about: Any, sentence: str
-) -> None:
+    reports, about, sentence
+):
     assert found(*reports, **about) == sentence
 
 
@@ -226,7 +226,7 @@ def figures(moved: int, dropped: int = 0) -> dict[str, float]:
     return {FOUND: 0.1, CHANCE: 0.05, MOVED: moved, DROPPED: dropped}
 
 
-def test_the_last_lines_of_a_run() -> None:
+def test_the_last_lines_of_a_run():
     rounds = {1: figures(12, 1), 2: figures(3, 2), 10: figures(0)}
     verdicts = {
         1: f"rotation 12.7 %: {TURNED}",
@@ -243,7 +243,7 @@ def test_the_last_lines_of_a_run() -> None:
     ]
 
 
-def test_rounds_without_a_model_are_counted_if_few_verdicts_are_left() -> None:
+def test_rounds_without_a_model_are_counted_if_few_verdicts_are_left():
     said = {
         1: "a",
         2: "b",
@@ -288,8 +288,8 @@ def lines_of(
 
 
 def test_a_round_ends_with_its_verdict_and_a_run_with_its_sum_also_a_resumed_one(
-    caplog: Any, tmp_path: Path
-) -> None:
+    caplog, tmp_path
+):
     caplog.set_level(logging.INFO)
     path = tmp_path / "rows.jsonl"
     settings = {"fraction_evaluate": 0.0, "reporting": Reporting(path)}
@@ -315,7 +315,7 @@ def test_a_round_ends_with_its_verdict_and_a_run_with_its_sum_also_a_resumed_one
     assert lines.count(after[:-1]) == 1
 
 
-def test_noise_is_averaged_as_it_is(caplog: Any) -> None:
+def test_noise_is_averaged_as_it_is(caplog):
     caplog.set_level(logging.INFO)
     updates = [near(state(), 0.02, client) for client in range(3)]
     lines = lines_of(caplog, FedRot(SYMMETRY, fraction_evaluate=0.0), updates, 2)
@@ -337,13 +337,13 @@ def test_noise_is_averaged_as_it_is(caplog: Any) -> None:
     ],
 )
 def test_a_first_round_without_moves_says_what_to_do(
-    caplog: Any,
-    fits: bool,
-    moved: int,
-    number: int,
-    lost: str,
-    added: Any,
-) -> None:
+    caplog,
+    fits,
+    moved,
+    number,
+    lost,
+    added,
+):
     caplog.set_level(logging.INFO)
     reports = [(0, report(*rows("attention", 0.1, moved=moved)))]
     RoundRecord(number, reports=reports, accepted=1, lost=lost).log_end(True, fits)
@@ -351,8 +351,8 @@ def test_a_first_round_without_moves_says_what_to_do(
 
 
 def test_a_second_run_of_a_strategy_tells_of_its_own_rounds(
-    caplog: Any,
-) -> None:
+    caplog,
+):
     caplog.set_level(logging.INFO)
     strategy = FedRot(SYMMETRY, fraction_evaluate=0.0)
     strategy.start(grid_of([failure] * 2), ArrayRecord(state()), 3)

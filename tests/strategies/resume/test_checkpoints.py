@@ -68,13 +68,13 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
-def test_arrays_come_back_byte_for_byte(tmp_path: Path, kind: str) -> None:
+def test_arrays_come_back_byte_for_byte(tmp_path, kind):
     saved = ARRAYS[kind]
     save(tmp_path, 1, saved)
     assert same(Checkpointing(tmp_path).newest().result.arrays, saved)
 
 
-def test_arrays_in_another_order_come_back_with_their_values(tmp_path: Path) -> None:
+def test_arrays_in_another_order_come_back_with_their_values(tmp_path):
     values = np.asfortranarray(np.arange(24.0).reshape(2, 3, 4))
     save(tmp_path, 1, ArrayRecord({"a": Array(values)}))
     np.testing.assert_array_equal(
@@ -91,15 +91,13 @@ def test_arrays_in_another_order_come_back_with_their_values(tmp_path: Path) -> 
         Array("float32", (2,), "fedrot.tied", b"\xff"),
     ],
 )
-def test_an_array_that_cannot_be_decoded_is_named(tmp_path: Path, array: Array) -> None:
+def test_an_array_that_cannot_be_decoded_is_named(tmp_path, array):
     with pytest.raises(FedrotError, match=r"round 1 cannot be written .* 'odd'"):
         save(tmp_path, 1, ArrayRecord({"odd": array}))
     assert Checkpointing(tmp_path).rounds() == []
 
 
-def test_the_page_about_checkpoints_loads_the_newest_model(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_the_page_about_checkpoints_loads_the_newest_model(tmp_path, monkeypatch):
     """Tied tensors and bfloat16 included: every name has its values."""
     text = (Path(__file__).parents[3] / "docs/how-to/checkpoints.md").read_text(
         encoding="utf-8"
@@ -122,7 +120,7 @@ def test_the_page_about_checkpoints_loads_the_newest_model(
     assert newest.name == "round-000010"
 
 
-def test_metrics_come_back_bit_for_bit(tmp_path: Path) -> None:
+def test_metrics_come_back_bit_for_bit(tmp_path):
     nans = [
         struct.unpack(">d", bytes.fromhex(h))[0]
         for h in ("7ff8000000000001", "fff8000000000000")
@@ -162,7 +160,7 @@ def test_metrics_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert type(found.evaluate_metrics_serverapp[2]) is MetricRecord
 
 
-def test_the_metrics_of_a_round_are_written_once_and_only_added(tmp_path: Path) -> None:
+def test_the_metrics_of_a_round_are_written_once_and_only_added(tmp_path):
     """Also those of an earlier, damaged checkpoint's rounds are replaced by the run
     that goes on.
     """
@@ -224,12 +222,12 @@ def come_back(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_values_come_back(value: Any) -> None:
+def test_values_come_back(value):
     assert come_back(value) == value
 
 
 @pytest.mark.parametrize("value", MANY, ids=lambda a: f"{a.dtype} {tuple(a.shape)}")
-def test_arrays_and_tensors_come_back(value: Any) -> None:
+def test_arrays_and_tensors_come_back(value):
     result = come_back(value)
     assert (result.dtype, result.shape) == (value.dtype, value.shape)
     if isinstance(value, torch.Tensor):
@@ -251,7 +249,7 @@ def test_arrays_and_tensors_come_back(value: Any) -> None:
         1j,
     ],
 )
-def test_other_values_are_refused(value: Any) -> None:
+def test_other_values_are_refused(value):
     with pytest.raises(UnknownValueError):
         encode(value, "it", {})
 
@@ -259,7 +257,7 @@ def test_other_values_are_refused(value: Any) -> None:
 # The folder
 
 
-def test_the_last_ones_stay(tmp_path: Path) -> None:
+def test_the_last_ones_stay(tmp_path):
     for number in range(1, 5):
         save(tmp_path, number, keep=2)
         assert Checkpointing(tmp_path).rounds() == [
@@ -273,7 +271,7 @@ def test_the_last_ones_stay(tmp_path: Path) -> None:
     )
 
 
-def test_none_kept_is_refused(tmp_path: Path) -> None:
+def test_none_kept_is_refused(tmp_path):
     with pytest.raises(FedrotError, match="keep is 0"):
         Checkpointing(tmp_path, keep=0)
 
@@ -330,12 +328,12 @@ DAMAGES = [
 
 @pytest.mark.parametrize(("damage", "name", "newest"), DAMAGES)
 def test_a_damaged_one_is_reported_and_the_one_before_it_used(
-    tmp_path: Path,
-    warnings: Any,
-    damage: Any,
-    name: str,
-    newest: int,
-) -> None:
+    tmp_path,
+    warnings,
+    damage,
+    name,
+    newest,
+):
     for number in (1, 2, 3):
         save(tmp_path, number)
     assert round_of(Checkpointing(tmp_path).newest()) == 3
@@ -353,12 +351,12 @@ def test_a_damaged_one_is_reported_and_the_one_before_it_used(
         assert Path(name).name in warnings()
 
 
-def test_a_folder_that_is_missing_has_no_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_that_is_missing_has_no_checkpoint(tmp_path):
     with pytest.raises(FedrotError, match="no usable checkpoint in"):
         Checkpointing(tmp_path / "missing").newest()
 
 
-def test_a_damaged_one_is_written_anew_and_never_counts_as_kept(tmp_path: Path) -> None:
+def test_a_damaged_one_is_written_anew_and_never_counts_as_kept(tmp_path):
     for number in range(1, 7):
         save(tmp_path, number, keep=6)
     for number in (5, 6):
@@ -369,9 +367,7 @@ def test_a_damaged_one_is_written_anew_and_never_counts_as_kept(tmp_path: Path) 
     assert Checkpointing(tmp_path).rounds() == [6]
 
 
-def test_another_format_is_named(
-    tmp_path: Path, monkeypatch: Any, warnings: Any
-) -> None:
+def test_another_format_is_named(tmp_path, monkeypatch, warnings):
     with monkeypatch.context() as patch:
         patch.setattr("fedrot.strategies.resume.checkpoints._FORMAT", 99)
         save(tmp_path, 1)
@@ -412,8 +408,8 @@ def _pipe(path: Path, target: Path) -> None:
     ],
 )
 def test_something_else_under_a_name_of_ours_is_an_error_at_the_start_and_stays(
-    tmp_path: Path, name: str, put: Any, target: str
-) -> None:
+    tmp_path, name, put, target
+):
     (tmp_path / "file").write_text("precious")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "inside").write_text("precious")
@@ -433,7 +429,7 @@ def test_something_else_under_a_name_of_ours_is_an_error_at_the_start_and_stays(
     assert round_of(Checkpointing(folder).newest()) == 1
 
 
-def test_other_names_are_left_alone(tmp_path: Path) -> None:
+def test_other_names_are_left_alone(tmp_path):
     names = [".round-x.1", ".round-x.2/inside", "notes.txt", "round-1", "round-x"]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -445,8 +441,8 @@ def test_other_names_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_link_in_place_of_the_metrics_is_replaced_and_not_followed(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     (tmp_path / "precious").write_text("precious")
     (tmp_path / LINES).symlink_to(tmp_path / "precious")
     save(tmp_path, 1)
@@ -457,7 +453,7 @@ def test_a_link_in_place_of_the_metrics_is_replaced_and_not_followed(
 # Two writers
 
 
-def test_two_processes_cannot_write_to_one_folder(tmp_path: Path) -> None:
+def test_two_processes_cannot_write_to_one_folder(tmp_path):
     def locks(mark: Mark) -> None:
         try:
             with Checkpointing(tmp_path).writing():
@@ -491,9 +487,7 @@ def full_after(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("folder", ["file/run", "/proc/run", "/proc/self"])
-def test_a_folder_that_cannot_be_written_to_is_an_error_at_the_start(
-    tmp_path: Path, folder: str
-) -> None:
+def test_a_folder_that_cannot_be_written_to_is_an_error_at_the_start(tmp_path, folder):
     """Root may write everywhere else."""
     (tmp_path / "file").write_text("")
     with (
@@ -503,7 +497,7 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_at_the_start(
         pass
 
 
-def test_a_disk_that_is_full_from_the_start_is_an_error(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_from_the_start_is_an_error(tmp_path):
     checkpoints = Checkpointing(tmp_path / "run")
     with (
         full_after(0),
@@ -514,9 +508,7 @@ def test_a_disk_that_is_full_from_the_start_is_an_error(tmp_path: Path) -> None:
     save(tmp_path / "run", 1)  # The lock is free again.
 
 
-def test_a_folder_that_cannot_be_read_is_an_error(
-    monkeypatch: Any, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_read_is_an_error(monkeypatch, tmp_path):
     save(tmp_path, 1)
 
     def refused(path: Path) -> Any:
@@ -529,8 +521,8 @@ def test_a_folder_that_cannot_be_read_is_an_error(
 
 @pytest.mark.parametrize("operation", ["", "mkdir", "fsync", "replace"])
 def test_a_write_that_fails_ends_the_run_and_leaves_the_others_whole(
-    tmp_path: Path, monkeypatch: Any, operation: str
-) -> None:
+    tmp_path, monkeypatch, operation
+):
     """An operation of the file system fails, or the disk is full."""
     save(tmp_path, 1)
 
@@ -551,7 +543,7 @@ def test_a_write_that_fails_ends_the_run_and_leaves_the_others_whole(
 
 
 @pytest.fixture
-def operations(tmp_path: Path, monkeypatch: Any) -> list[tuple[str, str]]:
+def operations(tmp_path, monkeypatch):
     """Return what is done to files below the folder of a checkpoint, in order: (what,
     path).
     """
@@ -582,8 +574,8 @@ def operations(tmp_path: Path, monkeypatch: Any) -> list[tuple[str, str]]:
 
 
 def test_a_checkpoint_is_on_disk_before_it_has_a_name_and_that_before_older_ones_go(
-    tmp_path: Path, operations: Any
-) -> None:
+    tmp_path, operations
+):
     save(tmp_path / "run", 6, keep=1)
     operations.clear()
     folder = save(tmp_path / "run", 7, keep=1)

@@ -21,8 +21,8 @@ from tests.strategies.resume.folders import result_of, round_of, run_state, save
 
 @pytest.fixture(scope="module")
 def undisturbed(
-    tmp_path_factory: Any,
-) -> tuple[str, dict[str, float]]:
+    tmp_path_factory,
+):
     """Return how a run ends that nobody kills, and when it reaches each mark."""
     folder = tmp_path_factory.mktemp("undisturbed")
     ended = child(partial(play, folder))
@@ -51,9 +51,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize("kills", KILLS)
-def test_a_killed_run_ends_as_one_that_nobody_kills(
-    tmp_path: Path, undisturbed: Any, kills: Any
-) -> None:
+def test_a_killed_run_ends_as_one_that_nobody_kills(tmp_path, undisturbed, kills):
     expected, times = undisturbed
     playing = partial(play, tmp_path)
     for begin, end, share in kills:
@@ -95,8 +93,8 @@ def die(folder: Path, at: int, mark: Mark) -> None:
 
 
 def test_death_before_any_file_operation_leaves_whole_checkpoints(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """A process dies at every step of two writes that replace the only checkpoint."""
     steps = []
     for step in range(200):

@@ -197,9 +197,7 @@ OTHER_LINES = ("finished in", "heckpoint", "ConfigRecord (")
     ("settings", "evaluated"),
     [({}, True), ({"train_config": {"lr": 0.1}, "evaluate_config": {"b": 1}}, False)],
 )
-def test_the_loop_is_flowers(
-    caplog: Any, warnings: Any, tmp_path: Path, settings: Any, evaluated: bool
-) -> None:
+def test_the_loop_is_flowers(caplog, warnings, tmp_path, settings, evaluated):
     caplog.set_level("INFO", "flwr")
     runs = []
     for folder in (tmp_path, None):
@@ -249,7 +247,7 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, name: str) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, name):
     """One folder, one round a process: what was restored is saved again."""
     build, settings = SCENARIOS[name]
     settings = {"tensors": SMALL, **settings}
@@ -267,9 +265,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, name: str) -> Non
     assert Checkpointing(tmp_path).rounds() == [1, 2, 3]
 
 
-def test_a_resumed_run_asks_nobody_in_the_rounds_that_are_finished(
-    tmp_path: Path, warnings: Any
-) -> None:
+def test_a_resumed_run_asks_nobody_in_the_rounds_that_are_finished(tmp_path, warnings):
     whole = Recorded()
     expected = ending(play(whole, evaluate_fn=whole.evaluation))
     first = Recorded()
@@ -291,8 +287,8 @@ def test_a_resumed_run_asks_nobody_in_the_rounds_that_are_finished(
 
 
 def test_clients_keep_their_names_when_a_run_goes_on_and_lose_them_in_a_new_one(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     rows = tmp_path / "rows.jsonl"
     settings = {"fraction_evaluate": 0.0, "reporting": Reporting(rows=rows)}
 
@@ -322,7 +318,7 @@ class Decaying(FedAvg):
         return super().configure_train(server_round, arrays, config, grid)
 
 
-def test_what_a_strategy_changes_in_the_configuration_goes_on(tmp_path: Path) -> None:
+def test_what_a_strategy_changes_in_the_configuration_goes_on(tmp_path):
     # What it did not change is the user's.
     for rounds, batch, rate in ((2, 8, 0.25), (3, 16, 0.125)):
         config = ConfigRecord({"lr": 1.0, "batch": batch})
@@ -392,7 +388,7 @@ class Stateful(FedAvg):
         return [*tensors, self.accountant.count, self.rate, self.nodes, *self.drawn()]
 
 
-def test_state_of_every_kind_goes_on(tmp_path: Path, warnings: Any) -> None:
+def test_state_of_every_kind_goes_on(tmp_path, warnings):
     whole = Stateful()
     second = Stateful()
     play(whole, rounds=4)
@@ -407,9 +403,7 @@ def test_state_of_every_kind_goes_on(tmp_path: Path, warnings: Any) -> None:
     assert warnings() == ""
 
 
-def test_state_that_cannot_be_saved_is_named_once(
-    tmp_path: Path, warnings: Any
-) -> None:
+def test_state_that_cannot_be_saved_is_named_once(tmp_path, warnings):
     class Odd(FedAvg):
         ours: object = None
 
@@ -472,9 +466,7 @@ def test_state_that_cannot_be_saved_is_named_once(
         ),
     ],
 )
-def test_another_model_or_strategy_is_refused(
-    tmp_path: Path, before: Any, strategy: Any, model: Any, words: str
-) -> None:
+def test_another_model_or_strategy_is_refused(tmp_path, before, strategy, model, words):
     play(before(), tmp_path, 1)
     with pytest.raises(FedrotError, match=words):
         play(strategy(), tmp_path, tensors=model)
@@ -494,9 +486,7 @@ class Told(FedAvg):
 
 #: The rounds before a run; 0 if it was killed in the first one.
 @pytest.mark.parametrize("before", [None, 0, 2, ROUNDS])
-def test_the_strategy_is_told_after_which_round_it_goes_on(
-    tmp_path: Path, before: Any
-) -> None:
+def test_the_strategy_is_told_after_which_round_it_goes_on(tmp_path, before):
     if before:
         play(Told(), tmp_path, before)
     elif before == 0:
@@ -507,7 +497,7 @@ def test_the_strategy_is_told_after_which_round_it_goes_on(
     assert strategy.after == before
 
 
-def test_strategies_that_know_each_other_are_saved_once() -> None:
+def test_strategies_that_know_each_other_are_saved_once():
     strategy = FedAvg()
     strategy.itself = strategy
     strategy.other = FedAvg()
@@ -520,8 +510,8 @@ def test_strategies_that_know_each_other_are_saved_once() -> None:
 
 
 def test_a_checkpoint_has_what_outlives_a_round_and_attributes_of_a_subclass(
-    tmp_path: Path, warnings: Any
-) -> None:
+    tmp_path, warnings
+):
     class Own(FedRot):
         def state(self) -> dict[str, Any]:
             inherited = super().state()

@@ -110,7 +110,7 @@ MERGES = {
 
 
 @pytest.mark.parametrize("name", MERGES)
-def test_without_alignment_a_round_is_its_aggregation(name: str) -> None:
+def test_without_alignment_a_round_is_its_aggregation(name):
     build, make = MERGES[name]
     clients = make()
     strategy = FedRot(CONFIG, alignment=None, aggregation=build)
@@ -130,9 +130,7 @@ FOLLOWING = {
 
 @ANCHOR
 @pytest.mark.parametrize("name", FOLLOWING)
-def test_statistics_follow_the_updates_that_alignment_moves(
-    name: str, anchor: str
-) -> None:
+def test_statistics_follow_the_updates_that_alignment_moves(name, anchor):
     """The oracle: align the round, move each client's statistics by hand, merge."""
     aggregation, collect, options, parts = FOLLOWING[name]
     options = replace(options, anchor=anchor)
@@ -155,7 +153,7 @@ def test_statistics_follow_the_updates_that_alignment_moves(
     assert largest_difference(play(unaligned, moved)[0], result) > 0.1
 
 
-def test_replies_of_another_basis_bring_statistics_of_the_whole_model() -> None:
+def test_replies_of_another_basis_bring_statistics_of_the_whole_model():
     other = state(3)
     clients = [
         Client(other, weight, grams(other, s))
@@ -171,9 +169,7 @@ def test_replies_of_another_basis_bring_statistics_of_the_whole_model() -> None:
 @pytest.mark.parametrize(
     ("rows", "length"), [(16, 12), (2, 5)], ids=["many tokens", "few tokens"]
 )
-def test_statistics_in_bfloat16_drop_nobody_and_give_nearly_the_same(
-    rows: int, length: int
-) -> None:
+def test_statistics_in_bfloat16_drop_nobody_and_give_nearly_the_same(rows, length):
     """Rounding leaves eigenvalues below zero where a direction was not seen."""
     clients = [
         replace(
@@ -193,7 +189,7 @@ def test_statistics_in_bfloat16_drop_nobody_and_give_nearly_the_same(
     )
 
 
-def test_the_report_tells_who_was_dropped_and_what_was_noted(tmp_path: Path) -> None:
+def test_the_report_tells_who_was_dropped_and_what_was_noted(tmp_path):
     reporting = Reporting(rows=tmp_path / "report.jsonl")
     strategy = FedRot(
         CONFIG, aggregation=partial(RegMean, alpha=1.0), reporting=reporting
@@ -227,7 +223,7 @@ class EveryOther(FedRot):
         return super().aggregator(server_round) if server_round % 2 else Mean
 
 
-def test_clients_read_round_by_round_what_a_subclass_asks_for() -> None:
+def test_clients_read_round_by_round_what_a_subclass_asks_for():
     """The configuration of all rounds is one and the same record."""
     asked = [[], [], []]
 
@@ -251,7 +247,7 @@ def test_clients_read_round_by_round_what_a_subclass_asks_for() -> None:
 
 
 @pytest.mark.parametrize("aggregation", [None, Mean])
-def test_without_needs_nothing_is_asked_for(aggregation: Any) -> None:
+def test_without_needs_nothing_is_asked_for(aggregation):
     messages = broadcast(FedRot(CONFIG, aggregation=aggregation), state())
     assert [list(m.content.config_records["config"]) for m in messages] == [
         ["server-round"]
@@ -275,8 +271,8 @@ class FedRotInspecting(FedRot, Inspecting):
 
 @ALIGN
 def test_statistics_never_reach_the_strategy_behind_and_who_uses_none_says_so(
-    alignment: Any, warnings: Any
-) -> None:
+    alignment, warnings
+):
     behind = FedRotInspecting(CONFIG, alignment=alignment, aggregation=RegMean)
     play(behind, honest())
     assert behind.seen == ({"arrays", "metrics"},)
@@ -306,8 +302,8 @@ class Choosy(Mean):
     "alignment", [EAGER, None], ids=["running anchor", "unaligned"]
 )
 def test_what_an_aggregation_of_ones_own_refuses_is_in_no_figure_and_no_anchor(
-    alignment: Any,
-) -> None:
+    alignment,
+):
     one, two, three = bare(scrambled(honest()))
     clients = [one, replace(two, update=near(two.update, 2.0)), three]
     strategy = FedRot(CONFIG, alignment=alignment, aggregation=Choosy)
@@ -331,9 +327,7 @@ class Picky(Mean):
 
 @ALIGN
 @pytest.mark.parametrize("aggregation", [RegMean, Picky])
-def test_where_nothing_can_be_taken_nothing_is_averaged(
-    aggregation: Any, alignment: Any
-) -> None:
+def test_where_nothing_can_be_taken_nothing_is_averaged(aggregation, alignment):
     strategy = FedRot(CONFIG, alignment=alignment, aggregation=aggregation)
     arrays, metrics = finished(strategy, bare(honest()), 2)
     assert arrays is None
@@ -379,9 +373,7 @@ NO_MODEL = {
 
 
 @pytest.mark.parametrize("name", NO_MODEL)
-def test_a_result_that_is_not_finite_leaves_the_model_as_it_was(
-    name: str, tmp_path: Path, caplog: Any
-) -> None:
+def test_a_result_that_is_not_finite_leaves_the_model_as_it_was(name, tmp_path, caplog):
     logging.getLogger("flwr").propagate = True
     caplog.set_level(logging.INFO)
     strategy = NO_MODEL[name](reporting=Reporting(rows=tmp_path / "report.jsonl"))
@@ -399,8 +391,8 @@ def test_a_result_that_is_not_finite_leaves_the_model_as_it_was(
 
 
 def test_a_server_step_that_overflows_fails_one_round_and_not_the_next_ones(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     base = {
         name: t.half() if t.is_floating_point() else t for name, t in state().items()
     }
@@ -458,9 +450,7 @@ ROTATING = [
         ({"aggregation": RegMean(), "alignment": None}, "RegMean; give"),
     ],
 )
-def test_an_aggregation_that_cannot_work_is_refused_at_once(
-    given: Any, words: str
-) -> None:
+def test_an_aggregation_that_cannot_work_is_refused_at_once(given, words):
     with pytest.raises(fedrot.FedrotError, match=words):
         FedRot(CONFIG, **given)
 
@@ -473,11 +463,11 @@ def test_an_aggregation_that_cannot_work_is_refused_at_once(
         {"alignment": PERMUTATIONS, "other_basis": OtherBasis(options=SHUFFLED)},
     ],
 )
-def test_fisher_follows_permutations(given: Any) -> None:
+def test_fisher_follows_permutations(given):
     FedRot(CONFIG, aggregation=Fisher, **given)
 
 
-def test_a_privacy_wrapper_around_an_aggregation_is_refused() -> None:
+def test_a_privacy_wrapper_around_an_aggregation_is_refused():
     behind = FedRot(CONFIG, alignment=None, aggregation=RegMean)
     strategy = DifferentialPrivacyServerSideFixedClipping(behind, 0.0, 1.0, 3)
     with pytest.raises(fedrot.FedrotError, match="clips"):
@@ -489,8 +479,8 @@ def test_a_privacy_wrapper_around_an_aggregation_is_refused() -> None:
 
 
 def test_the_aggregation_and_the_statistic_of_the_page_work_in_rounds(
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
     monkeypatch.setattr(kinds, "STATISTIC_KINDS", dict(kinds.STATISTIC_KINDS))
     text = PAGE.read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ COUNT = 4
 
 
 @pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def checked(monkeypatch):
     """Collect what every module of fedrot gives to ``check_update``."""
     original = tensors.check_update
     calls: list[Any] = []
@@ -38,9 +38,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("anchor", ["global", "running"])
-def test_a_reply_is_checked_once_and_the_broadcast_once_a_round(
-    anchor: str, checked: list[Any]
-) -> None:
+def test_a_reply_is_checked_once_and_the_broadcast_once_a_round(anchor, checked):
     options = fedrot.AlignmentOptions(anchor=anchor)
     strategy = FedRot(config_of(NAME), alignment=options)
     messages = broadcast(strategy, state(), COUNT)
@@ -54,8 +52,8 @@ def test_a_reply_is_checked_once_and_the_broadcast_once_a_round(
 
 
 def test_names_and_shapes_are_checked_before_any_array_is_decoded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     decoded: list[str] = []
     original = arrays.decode
 
@@ -89,12 +87,12 @@ class Structural:
         """Add nothing."""
 
 
-def test_an_aggregation_that_is_no_aggregator_is_refused() -> None:
+def test_an_aggregation_that_is_no_aggregator_is_refused():
     with pytest.raises(fedrot.FedrotError, match="subclass"):
         FedRot(alignment=None, aggregation=Structural)  # type: ignore[arg-type]
 
 
-def test_updates_with_marks_are_averaged_from_the_first_mark_on() -> None:
+def test_updates_with_marks_are_averaged_from_the_first_mark_on():
     """Whichever client has marked its rows, the result is the same."""
     model = {"w": torch.zeros(2, 3)}
     trained = {"w": torch.tensor([True, False])}

@@ -86,7 +86,7 @@ def random_rotations(*seeds: int) -> tuple[list[Group], list[dict[str, torch.Ten
     ]
 
 
-def test_learning_together_lowers_the_loss_of_the_mean() -> None:
+def test_learning_together_lowers_the_loss_of_the_mean():
     sent = [trained(seed) for seed in (1, 2, 3)]
     nodes = [node(seed, learning=LearningOptions(steps=15)) for seed in (1, 2, 3)]
     losses = {}
@@ -99,7 +99,7 @@ def test_learning_together_lowers_the_loss_of_the_mean() -> None:
     assert losses[2] < losses[0] - 0.02
 
 
-def test_every_client_receives_its_own_model_and_the_mean_of_the_others() -> None:
+def test_every_client_receives_its_own_model_and_the_mean_of_the_others():
     sent = [trained(seed) for seed in (1, 2, 3)]
     asked = []
     # Without steps nobody moves: the second pass asks what the first has asked.
@@ -128,8 +128,8 @@ def test_every_client_receives_its_own_model_and_the_mean_of_the_others() -> Non
 
 @pytest.mark.parametrize("canonical", [None, False], ids=["rotated", "permuted"])
 def test_clients_learn_the_stream_where_it_is_rotated_and_updates_keep_their_functions(
-    canonical: Any,
-) -> None:
+    canonical,
+):
     """A stream that is permuted stays in its order."""
     found = set()
 
@@ -162,7 +162,7 @@ def test_clients_learn_the_stream_where_it_is_rotated_and_updates_keep_their_fun
     )
 
 
-def test_clients_that_fail_keep_their_alignment(warnings: Any) -> None:
+def test_clients_that_fail_keep_their_alignment(warnings):
     sent = [trained(seed) for seed in (1, 2, 3)]
     result, _ = aggregated(FedRot(CONFIG, other_basis=PASSES), trained(0), sent)
     matched = OtherBasis(options=PASSES.options)
@@ -173,7 +173,7 @@ def test_clients_that_fail_keep_their_alignment(warnings: Any) -> None:
     assert warnings().count("stay unchanged") == 6
 
 
-def test_nobody_learns_where_no_reply_comes_from_another_basis() -> None:
+def test_nobody_learns_where_no_reply_comes_from_another_basis():
     base = trained(0)
     sent = [near(base, 0.01, seed) for seed in (1, 2)]
     asked = []
@@ -186,7 +186,7 @@ def test_nobody_learns_where_no_reply_comes_from_another_basis() -> None:
     assert not asked
 
 
-def test_an_answer_in_float32_ends_no_round() -> None:
+def test_an_answer_in_float32_ends_no_round():
     """The server's own elements are in float64; an honest client may answer in
     float32.
     """
@@ -210,7 +210,7 @@ def test_an_answer_in_float32_ends_no_round() -> None:
     )
 
 
-def test_an_answer_of_the_second_pass_comes_after_that_of_the_first() -> None:
+def test_an_answer_of_the_second_pass_comes_after_that_of_the_first():
     """Rotations do not commute: the second element acts on what the first has moved."""
     groups, passes = random_rotations(0, 1)
     asked = []
@@ -231,7 +231,7 @@ def test_an_answer_of_the_second_pass_comes_after_that_of_the_first() -> None:
     assert min(difference(update, expected) for update in moved) < 1e-4
 
 
-def test_a_client_that_is_nearly_all_of_the_mean_is_not_asked_to_learn() -> None:
+def test_a_client_that_is_nearly_all_of_the_mean_is_not_asked_to_learn():
     """The mean of the others would be the rounding of the whole one."""
     asked = []
 

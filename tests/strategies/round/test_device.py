@@ -87,8 +87,8 @@ def _bare() -> list[Client]:
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_a_round_on_the_device_is_that_on_the_cpu_and_leaves_nothing_there(
-    name: str,
-) -> None:
+    name,
+):
     wanted, found = _both(SETUPS[name], _bare())
     assert LEFT[-1] == 0
     assert apart(found[0], tensors_of(wanted[0])) <= 2e-6
@@ -98,7 +98,7 @@ def test_a_round_on_the_device_is_that_on_the_cpu_and_leaves_nothing_there(
     assert found[1][removed] == pytest.approx(wanted[1][removed], rel=1e-5)
 
 
-def test_replies_of_another_basis_are_matched_there_too() -> None:
+def test_replies_of_another_basis_are_matched_there_too():
     """With activations of the models, which run on the host."""
     clients = [
         Client(permuted(near(state(), 0.02, i), i), 1.0 + i, {}) for i in range(3)
@@ -115,9 +115,7 @@ def test_replies_of_another_basis_are_matched_there_too() -> None:
     ("aggregation", "collect", "options"),
     [(RegMean, grams, fedrot.AlignmentOptions()), (Fisher, fishers, PERMUTATIONS)],
 )
-def test_statistics_go_to_the_device_too(
-    aggregation: Any, collect: Any, options: Any
-) -> None:
+def test_statistics_go_to_the_device_too(aggregation, collect, options):
     clients = scrambled(honest(collect), collect, options.parts)
     wanted, found = _both(
         fedrot_with(aggregation=aggregation, alignment=options), clients
@@ -125,7 +123,7 @@ def test_statistics_go_to_the_device_too(
     assert apart(found[0], tensors_of(wanted[0])) <= 1e-5
 
 
-def test_rows_that_were_not_trained_count_for_nothing_there_too() -> None:
+def test_rows_that_were_not_trained_count_for_nothing_there_too():
     options = fedrot.AlignmentOptions(anchor="global")
     clients = [
         headless(c, rows)

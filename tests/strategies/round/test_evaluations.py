@@ -56,8 +56,8 @@ LEFT_OUT = {
 
 
 def test_evaluations_that_cannot_be_averaged_are_left_out_and_named_in_one_line(
-    caplog: Any,
-) -> None:
+    caplog,
+):
     """The others are weighted by the metric that the strategy names, in whatever order
     theirs are.
     """
@@ -81,7 +81,7 @@ def test_evaluations_that_cannot_be_averaged_are_left_out_and_named_in_one_line(
 
 
 @pytest.mark.parametrize("loss", [1.0, math.nan])
-def test_evaluations_without_examples_average_to_nothing(loss: float) -> None:
+def test_evaluations_without_examples_average_to_nothing(loss):
     strategy = FedRot(SYMMETRY)
     nothing = evaluation(**{"num-examples": 0, "loss": loss})
     assert evaluated(strategy, [nothing] * 2) is None

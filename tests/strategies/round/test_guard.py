@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,7 +141,7 @@ def unguarded(
     ["macro_f1", "eval-loss", Guard("points", True), Guard("f1", False)],
     ids=str,
 )
-def test_the_better_mean_is_kept_to_the_last_bit(guard: Any, better: str) -> None:
+def test_the_better_mean_is_kept_to_the_last_bit(guard, better):
     metric = guard if isinstance(guard, str) else guard.metric
     higher = guard.higher_is_better if isinstance(guard, Guard) else guard == "macro_f1"
     plain, aligned = (2.0, 1.0) if (better == "plain") == higher else (1.0, 2.0)
@@ -166,14 +165,12 @@ def test_the_better_mean_is_kept_to_the_last_bit(guard: Any, better: str) -> Non
         (math.nan, 0.5, "aligned"),
     ],
 )
-def test_ties_keep_the_plain_mean_and_nan_is_worst(
-    plain: float, aligned: float, better: str
-) -> None:
+def test_ties_keep_the_plain_mean_and_nan_is_worst(plain, aligned, better):
     result = run(evaluate=Points("loss", plain, aligned), rounds=1, guard="loss")
     assert bits(result) == bits(unguarded(better, rounds=1))
 
 
-def test_a_mean_that_was_kept_is_evaluated_once(tmp_path: Path) -> None:
+def test_a_mean_that_was_kept_is_evaluated_once(tmp_path):
     evaluate = points("aligned")
     file = tmp_path / "rows.jsonl"
     result = run(evaluate=evaluate, guard="accuracy", reporting=Reporting(file))
@@ -194,7 +191,7 @@ def test_a_mean_that_was_kept_is_evaluated_once(tmp_path: Path) -> None:
     assert own == [{"round": number, **figures} for number in (1, 2)]
 
 
-def test_a_guard_may_evaluate_on_data_of_its_own() -> None:
+def test_a_guard_may_evaluate_on_data_of_its_own():
     reported = points("plain")
     chosen = points("plain")
     result = run(evaluate=reported, guard=Guard("accuracy", evaluate=chosen))
@@ -205,7 +202,7 @@ def test_a_guard_may_evaluate_on_data_of_its_own() -> None:
     )
 
 
-def test_what_is_evaluated_are_the_two_means() -> None:
+def test_what_is_evaluated_are_the_two_means():
     seen = []
 
     def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
@@ -220,7 +217,7 @@ def test_what_is_evaluated_are_the_two_means() -> None:
     assert aligned == bits(unguarded("aligned", rounds=1))
 
 
-def test_where_nothing_is_moved_nothing_is_evaluated() -> None:
+def test_where_nothing_is_moved_nothing_is_evaluated():
     evaluate = points("aligned")
     result = run(evaluate=evaluate, guard="accuracy", alignment=UNMOVED)
     assert evaluate.calls == [0, 1, 2]
@@ -232,9 +229,7 @@ def test_where_nothing_is_moved_nothing_is_evaluated() -> None:
 @pytest.mark.parametrize(
     ("build", "given"), [(FedRot, {}), (AlignedAdam, {"eta": 0.01})]
 )
-def test_biases_that_become_0_are_compared_where_no_group_is_moved(
-    build: Any, given: Any
-) -> None:
+def test_biases_that_become_0_are_compared_where_no_group_is_moved(build, given):
     """From a plain mean that is kept an optimiser goes back to the model that was
     sent.
     """
@@ -259,9 +254,7 @@ def test_biases_that_become_0_are_compared_where_no_group_is_moved(
         (in_front_of(FedAvgM), {"server_learning_rate": 0.7, "server_momentum": 0.9}),
     ],
 )
-def test_an_optimiser_sees_the_kept_mean_only(
-    build: Any, given: Any, better: str
-) -> None:
+def test_an_optimiser_sees_the_kept_mean_only(build, given, better):
     evaluate = points(better)
     result = run(build, evaluate, guard="accuracy", **given)
     assert bits(result) == bits(unguarded(better, build, **given))
@@ -278,11 +271,11 @@ def test_an_optimiser_sees_the_kept_mean_only(
     ],
 )
 def test_statistics_go_with_their_updates(
-    aggregation: Any,
-    collect: Any,
-    options: Any,
-    better: str,
-) -> None:
+    aggregation,
+    collect,
+    options,
+    better,
+):
     clients = scrambled(honest(collect), collect, options.parts)
     given = {"aggregation": aggregation, "alignment": options}
     guard = Guard("accuracy", evaluate=points(better))
@@ -295,7 +288,7 @@ def test_statistics_go_with_their_updates(
     assert metrics[KEPT] == int(better == "aligned")
 
 
-def test_both_means_are_of_the_same_clients() -> None:
+def test_both_means_are_of_the_same_clients():
     """A client whose statistics are of another form is in neither."""
     clients = scrambled(honest(grams), grams)
     odd = {
@@ -311,8 +304,8 @@ def test_both_means_are_of_the_same_clients() -> None:
 
 @BOTH
 def test_an_aggregation_is_compared_with_the_plain_mean_without_alignment_too(
-    better: str,
-) -> None:
+    better,
+):
     clients = honest(grams)
     guard = Guard("accuracy", evaluate=points(better))
     found, metrics = play(
@@ -327,7 +320,7 @@ def test_an_aggregation_is_compared_with_the_plain_mean_without_alignment_too(
 
 
 @pytest.mark.parametrize("after", [1, 2])
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, after: int) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, after):
     """The aligned mean is the better one in odd rounds."""
 
     def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
@@ -367,9 +360,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, after: int) -> No
         ("wer", False),
     ],
 )
-def test_a_name_says_what_is_better_however_it_is_written(
-    metric: str, higher: bool
-) -> None:
+def test_a_name_says_what_is_better_however_it_is_written(metric, higher):
     assert Guard(metric).higher_is_better is higher
 
 
@@ -461,7 +452,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_compared_is_refused_before_clients_train(name: str) -> None:
+def test_what_cannot_be_compared_is_refused_before_clients_train(name):
     build, message, rounds = REFUSED[name]
     grid = new_grid()
     with pytest.raises(FedrotError, match=message):

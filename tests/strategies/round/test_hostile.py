@@ -5,7 +5,6 @@ resources.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,9 +55,7 @@ EQUIVALENT = [
 
 
 @pytest.mark.parametrize("turn", range(len(SETUPS)), ids=SETUPS)
-def test_hostile_updates_end_no_round_and_push_no_honest_client_out(
-    turn: int, tmp_path: Path
-) -> None:
+def test_hostile_updates_end_no_round_and_push_no_honest_client_out(turn, tmp_path):
     """Every other kind in one round; which of them come before the honest clients
     differs by set-up.
     """
@@ -78,7 +75,7 @@ def test_hostile_updates_end_no_round_and_push_no_honest_client_out(
 
 
 @pytest.mark.parametrize("kind", ["0", "constant 1e-42", "squares vanish"])
-def test_what_has_no_normal_scale_is_averaged_as_it_is(kind: str) -> None:
+def test_what_has_no_normal_scale_is_averaged_as_it_is(kind):
     """Nothing is moved to such an anchor, nor such an update to another one."""
     turned = [fedrot.random_equivalent(update, SYMMETRY, 3) for update in HONEST]
     sent = [attack(state(), kind), *turned]
@@ -88,7 +85,7 @@ def test_what_has_no_normal_scale_is_averaged_as_it_is(kind: str) -> None:
     assert largest_difference(result, plain) <= 1e-6
 
 
-def test_the_heaviest_model_of_another_basis_is_the_anchor_if_it_can_be() -> None:
+def test_the_heaviest_model_of_another_basis_is_the_anchor_if_it_can_be():
     own = [build_anew(seed) for seed in (5, 6, 7)]
     hostile = filled(own[0], gaussian(1e10))
     strategy = FedRot(CONFIG, other_basis=OtherBasis(build))
@@ -104,7 +101,7 @@ def build_anew(seed: int) -> State:
         return near(dict(build().state_dict()), 0.05, seed)
 
 
-def test_a_broadcast_model_that_cannot_be_matched_is_no_anchor() -> None:
+def test_a_broadcast_model_that_cannot_be_matched_is_no_anchor():
     """A hostile update can make such a model, where it is averaged."""
     embeddings = {name: t for name, t in state().items() if "embeddings.weight" in name}
     broken = attack(state(), "gaussian 1e10") | embeddings
@@ -202,9 +199,7 @@ OVERFLOWS = {
 @pytest.mark.parametrize(
     ("name", "place"), [(name, 3 * (i % 2)) for i, name in enumerate(OVERFLOWS)]
 )
-def test_an_update_that_overflows_is_dropped_as_if_never_sent(
-    name: str, place: int
-) -> None:
+def test_an_update_that_overflows_is_dropped_as_if_never_sent(name, place):
     """It weighs more than all others, and would be their anchor."""
     build, start, honest, hostile = OVERFLOWS[name]
     weights = [10.0, 11.0, 12.0]
@@ -235,8 +230,8 @@ MARK, MARKED = 12345.0, "bert.embeddings.word_embeddings.weight"
     ],
 )
 def test_whatever_fails_drops_the_update_that_causes_it_and_not_the_round(
-    anchor: str, place: int, at_anchor: bool, monkeypatch: Any
-) -> None:
+    anchor, place, at_anchor, monkeypatch
+):
     """Where matching fails for the anchor's sake, nobody is to blame."""
     solve = descent.match_stage
 
@@ -261,8 +256,8 @@ def test_whatever_fails_drops_the_update_that_causes_it_and_not_the_round(
 
 
 def test_what_no_client_can_cause_ends_the_round(
-    monkeypatch: Any,
-) -> None:
+    monkeypatch,
+):
     for error in (SymmetryError("no solver"), MemoryError()):
 
         def match(*problem: object, error: Exception = error) -> list[Match]:
@@ -277,9 +272,7 @@ FORGED = "first\n\x1b[31msecond " * 50_000
 
 
 @pytest.mark.parametrize("fault", ["error", "name"])
-def test_an_answer_to_a_request_for_matching_is_one_line(
-    fault: str, caplog: Any
-) -> None:
+def test_an_answer_to_a_request_for_matching_is_one_line(fault, caplog):
     def answer(message: Message) -> Message:
         if fault == "error":
             return Message(Error(1, FORGED), reply_to=message)
@@ -302,9 +295,7 @@ def test_an_answer_to_a_request_for_matching_is_one_line(
 
 @pytest.mark.parametrize("smallest", [-60, -25, -8])
 @pytest.mark.parametrize("place", [0, 2])
-def test_a_gram_matrix_beside_which_no_other_is_seen_gives_the_mean(
-    smallest: int, place: int
-) -> None:
+def test_a_gram_matrix_beside_which_no_other_is_seen_gives_the_mean(smallest, place):
     """Its columns differ by many orders of magnitude; its client's weights are
     ordinary.
     """
@@ -331,9 +322,7 @@ PRIVACY = {
 
 @pytest.mark.parametrize("wrapper", PRIVACY)
 @pytest.mark.parametrize("change", [0.0, 1e-30])
-def test_an_update_that_changes_nothing_can_be_clipped(
-    wrapper: type, change: float
-) -> None:
+def test_an_update_that_changes_nothing_can_be_clipped(wrapper, change):
     base = {"w": torch.zeros(2, 3)}
     settings = {"noise_multiplier": 0.0, "num_sampled_clients": 2, **PRIVACY[wrapper]}
     private = in_front_of(wrapper)(None, FedAvg(), alignment=None, **settings)

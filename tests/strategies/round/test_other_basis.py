@@ -67,8 +67,8 @@ def mean(sent: Iterable[tuple[Mapping[str, Tensor], float]]) -> State:
     ("alignment", "others"), [(GLOBAL, BY_PROBES), (RUNNING, BY_WEIGHTS)]
 )
 def test_permuted_copies_of_one_model_average_to_its_function(
-    alignment: Any, others: OtherBasis, warnings: Any
-) -> None:
+    alignment, others, warnings
+):
     base = state()
     other = state(3)
     sent = [(permuted(other, seed), 10.0 + seed) for seed in range(3)]
@@ -88,8 +88,8 @@ def test_permuted_copies_of_one_model_average_to_its_function(
     ("heaviest", "alignment"), [(0, RUNNING), (1, GLOBAL), (2, RUNNING)]
 )
 def test_where_most_are_of_another_basis_the_heaviest_reply_is_the_anchor(
-    alignment: Any, heaviest: int
-) -> None:
+    alignment, heaviest
+):
     weights = [5.0, 6.0, 7.0]
     weights[heaviest] = 9.0
     sent = [(permuted(state(3), seed), weights[seed]) for seed in range(3)]
@@ -99,7 +99,7 @@ def test_where_most_are_of_another_basis_the_heaviest_reply_is_the_anchor(
     assert difference(tensors_of(result), sent[heaviest][0]) <= 1e-4
 
 
-def test_unrelated_replies_are_matched_to_the_heaviest_by_weights_and_probes() -> None:
+def test_unrelated_replies_are_matched_to_the_heaviest_by_weights_and_probes():
     """The oracle: ``align`` with activations of the same tokens, model by model."""
     sent = [(state(seed), weight) for seed, weight in ((3, 5.0), (4, 9.0), (5, 7.0))]
     result, _ = play(
@@ -133,8 +133,8 @@ def test_unrelated_replies_are_matched_to_the_heaviest_by_weights_and_probes() -
     ],
 )
 def test_a_late_joiner_comes_into_the_broadcast_coordinates(
-    members: int, anchor: str, others: OtherBasis, accepted: float
-) -> None:
+    members, anchor, others, accepted
+):
     """Probes have a say in the rotations, so with a model these are not the weights'
     alone.
     """
@@ -178,8 +178,8 @@ class Peeking(BertForSequenceClassification):
     ids=["peeking", "bare"],
 )
 def test_a_model_that_cannot_be_matched_as_a_whole_is_refused_before_clients_train(
-    name: str, model: Any, reason: str
-) -> None:
+    name, model, reason
+):
     strategy = FedRot(config_of(name), other_basis=OtherBasis(model=model))
     for _ in range(2):
         with pytest.raises(fedrot.SymmetryError, match=f"Omit other_basis .*{reason}"):
@@ -190,8 +190,8 @@ def test_a_model_that_cannot_be_matched_as_a_whole_is_refused_before_clients_tra
     ("of_another", "rounds", "builds"), [(False, 3, 1), (True, 1, 3)]
 )
 def test_the_model_is_built_in_the_first_round_without_the_callers_random_numbers(
-    of_another: bool, rounds: int, builds: int
-) -> None:
+    of_another, rounds, builds
+):
     """Once to see what the model is, and in two copies to probe it."""
     drawn = []
 
@@ -214,7 +214,7 @@ def test_the_model_is_built_in_the_first_round_without_the_callers_random_number
     assert drawn == [True] * builds
 
 
-def test_given_options_are_kept_where_a_model_is_given_too() -> None:
+def test_given_options_are_kept_where_a_model_is_given_too():
     """They are a promise: nothing is checked, and the stream stays if it is not among
     the parts.
     """
@@ -230,7 +230,7 @@ def test_given_options_are_kept_where_a_model_is_given_too() -> None:
     )
 
 
-def test_a_bare_encoder_goes_on_as_ever() -> None:
+def test_a_bare_encoder_goes_on_as_ever():
     config = config_of("bert-bare")
     base = state_of("bert-bare", dtype=torch.float32)
     sent = [(near(base, 0.02, i), 1.0 + i) for i in range(3)]
@@ -240,7 +240,7 @@ def test_a_bare_encoder_goes_on_as_ever() -> None:
     assert largest_difference(result, expected) == 0
 
 
-def test_ordinary_rounds_are_the_same_to_the_last_bit() -> None:
+def test_ordinary_rounds_are_the_same_to_the_last_bit():
     base = state()
     sent = [
         (fedrot.random_equivalent(near(base, 0.1, i), SYMMETRY, i), weight)
@@ -252,7 +252,7 @@ def test_ordinary_rounds_are_the_same_to_the_last_bit() -> None:
     assert stock == metrics
 
 
-def test_without_alignment_no_model_is_built() -> None:
+def test_without_alignment_no_model_is_built():
     def never() -> nn.Module:
         raise AssertionError("the model is not needed")
 

@@ -335,7 +335,7 @@ ALONE = [sends(update[NAME], 10 + i, i, **update) for i, update in enumerate(HON
 
 
 @pytest.mark.parametrize("setup", ALL)
-def test_dropped_by_name_as_if_never_sent(setup: str, tmp_path: Path) -> None:
+def test_dropped_by_name_as_if_never_sent(setup, tmp_path):
     """Half of the bad replies come first, where one would be the anchor; half come
     last.
     """
@@ -365,7 +365,7 @@ def test_dropped_by_name_as_if_never_sent(setup: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setup", ALL)
-def test_in_the_mean(setup: str, tmp_path: Path) -> None:
+def test_in_the_mean(setup, tmp_path):
     plain, _, _ = played(setup, tmp_path, [*ALONE, *[GOOD_CLIENT] * len(TAKEN)])
     arrays, metrics, dropped = played(setup, tmp_path, [*ALONE, *TAKEN.values()])
     assert not dropped
@@ -381,7 +381,7 @@ def test_in_the_mean(setup: str, tmp_path: Path) -> None:
         assert largest_difference(arrays, played(setup, tmp_path, ALONE)[0]) > 1e-4
 
 
-def test_an_array_that_does_not_say_its_shape_is_checked_once_it_is_decoded() -> None:
+def test_an_array_that_does_not_say_its_shape_is_checked_once_it_is_decoded():
     """Arrays of Flower's legacy workflows have an empty shape, as a number has."""
     strategy = FedRot(alignment=None)
     asked = broadcast(strategy, {"w": torch.tensor(1.0)}, 2)
@@ -445,9 +445,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_reply_of_a_megabyte_takes_bounded_time_and_memory(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_reply_of_a_megabyte_takes_bounded_time_and_memory(name, tmp_path):
     reporting = Reporting(rows=tmp_path / "rows.jsonl")
     server = Server(deterministic=True)
     strategy = FedRot(alignment=None, server=server, reporting=reporting)

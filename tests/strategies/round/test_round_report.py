@@ -34,12 +34,12 @@ def _play(strategy: FedRot, updates: list[State]) -> dict[str, Any]:
     return dict(aggregated(strategy, state(), updates)[1])
 
 
-def test_a_round_s_metrics_are_those_of_the_page() -> None:
+def test_a_round_s_metrics_are_those_of_the_page():
     metrics = _play(FedRot(CONFIG), [near(state(), 0.05, i) for i in range(2)])
     assert [name for name in metrics if name.startswith("fedrot-")] == _documented()
 
 
-def test_shares_are_found_whether_or_not_the_groups_are_moved() -> None:
+def test_shares_are_found_whether_or_not_the_groups_are_moved():
     """Noise leaves all groups in place, where found may be a bound; asked to, all of
     them move.
     """
@@ -82,7 +82,7 @@ def _reported(before: float, removed: float, chance: float | None) -> AlignmentR
     return AlignmentReport((group,), before, left, 0.1)
 
 
-def test_what_is_found_is_of_the_replies_whose_chance_is_known() -> None:
+def test_what_is_found_is_of_the_replies_whose_chance_is_known():
     metrics = figures([_reported(100.0, 20.0, 6.0), _reported(1000.0, 900.0, None)])
     assert (metrics[FOUND], metrics[CHANCE]) == pytest.approx((0.2, 0.06))
     # Of no distance, chance is not known.

@@ -11,7 +11,6 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,7 +111,7 @@ HELD = {
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_one_update_is_held_at_a_time_unless_all_are_needed(name: str) -> None:
+def test_one_update_is_held_at_a_time_unless_all_are_needed(name):
     build, most = HELD[name]
     strategy = build()
     counted = Counted(broadcast(strategy, state(), COUNT), updates())
@@ -126,8 +125,8 @@ def test_one_update_is_held_at_a_time_unless_all_are_needed(name: str) -> None:
 
 @pytest.mark.parametrize("anchor", sorted(fedrot.alignment.anchors.ANCHORS))
 def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(
-    anchor: str,
-) -> None:
+    anchor,
+):
     options = fedrot.AlignmentOptions(anchor=anchor)
     server = Server(deterministic=True)
     strategy = FedRot(CONFIG, alignment=options, server=server)
@@ -171,7 +170,7 @@ def order_of(
     return [int(weight) - 1 for weight in Taking.taken]
 
 
-def test_sorted_updates_have_one_order_and_no_client_chooses_its_place() -> None:
+def test_sorted_updates_have_one_order_and_no_client_chooses_its_place():
     """An id of a client's choice, the smallest, puts it first as often as anything
     else.
     """
@@ -187,13 +186,13 @@ def test_sorted_updates_have_one_order_and_no_client_chooses_its_place() -> None
     assert 2 <= first.count(0) <= 20
 
 
-def test_what_others_send_decides_who_of_two_comes_first() -> None:
+def test_what_others_send_decides_who_of_two_comes_first():
     """Otherwise a client could compute its own place, and choose it."""
     orders = [order_of((1, 2, 100 + i), (1, 2, 3), range(3)) for i in range(20)]
     assert {order.index(0) < order.index(1) for order in orders} == {True, False}
 
 
-def test_trusted_ids_give_the_order_themselves() -> None:
+def test_trusted_ids_give_the_order_themselves():
     assert order_of((1, 1, 1, 1), (7, 3, 11, 5), range(4), by_ids=True) == [1, 3, 0, 2]
 
 
@@ -209,7 +208,7 @@ def elsewhere(array: Array, shift: int) -> Array:
     return Array(array.dtype, array.shape, array.stype, data)
 
 
-def test_deterministic_rounds_do_not_depend_on_where_messages_lie_in_memory() -> None:
+def test_deterministic_rounds_do_not_depend_on_where_messages_lie_in_memory():
     server = Server(deterministic=True)
     results = []
     strategy = FedRot(CONFIG, alignment=GLOBAL, aggregation=RegMean, server=server)
@@ -232,8 +231,8 @@ def test_deterministic_rounds_do_not_depend_on_where_messages_lie_in_memory() ->
 @pytest.mark.parametrize("fault", ["in the tensors", "in the metrics"])
 @pytest.mark.parametrize("least", [1, 2, 3])
 def test_a_round_with_too_few_good_replies_fails_and_the_model_stays(
-    least: int, fault: str, tmp_path: Path
-) -> None:
+    least, fault, tmp_path
+):
     """Metrics that the others do not have are seen when all have arrived."""
     server = Server(min_replies=least)
     reporting = Reporting(rows=tmp_path / "report.jsonl")
@@ -270,7 +269,7 @@ def private_q_fedavg() -> Any:
         (private_q_fedavg, math.nan),
     ],
 )
-def test_one_clients_loss_does_not_decide_q_fedavg(loss: float, build: Any) -> None:
+def test_one_clients_loss_does_not_decide_q_fedavg(loss, build):
     results = []
     for first in (1, 0):
         strategy = build()
@@ -284,8 +283,8 @@ def test_one_clients_loss_does_not_decide_q_fedavg(loss: float, build: Any) -> N
 
 
 def test_an_error_is_counted_once_not_after_a_reply_and_for_the_node_asked(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """If a node has left, the SuperLink answers under its own node id."""
     strategy = FedRot(CONFIG, reporting=Reporting(rows=tmp_path / "rows.jsonl"))
     asked = broadcast(strategy, state())
@@ -301,7 +300,7 @@ def test_an_error_is_counted_once_not_after_a_reply_and_for_the_node_asked(
     assert [(row["client"], row["failed"]) for row in rows] == [(102, "crashed")]
 
 
-def test_without_alignment_integers_are_what_the_strategy_makes_of_them() -> None:
+def test_without_alignment_integers_are_what_the_strategy_makes_of_them():
     base = {"w": torch.ones(3), "steps": torch.tensor(100)}
     strategy = in_front_of(FedMedian)(CONFIG, alignment=None)
     sent = [{**base, "steps": torch.tensor(number)} for number in (104, 107, 190)]
@@ -317,9 +316,7 @@ def test_without_alignment_integers_are_what_the_strategy_makes_of_them() -> Non
     ("base", "wire"),
     [(FedAvg, torch.float16), (FedAdam, torch.bfloat16), (FedMedian, torch.bfloat16)],
 )
-def test_half_precision_travels_and_the_server_keeps_its_own(
-    base: Any, wire: Any
-) -> None:
+def test_half_precision_travels_and_the_server_keeps_its_own(base, wire):
     received = set()
 
     def client(message: Message) -> Message:
@@ -345,7 +342,7 @@ def test_half_precision_travels_and_the_server_keeps_its_own(
         )
 
 
-def test_a_model_in_bfloat16_and_tied_stays_so_while_tensors_are_equal() -> None:
+def test_a_model_in_bfloat16_and_tied_stays_so_while_tensors_are_equal():
     shared = torch.randn(6, 4)
     base = {"one": shared, "two": shared, "three": shared, "steps": torch.tensor(3)}
     sent = to_arrays(base, torch.bfloat16)
@@ -369,7 +366,7 @@ def test_a_model_in_bfloat16_and_tied_stays_so_while_tensors_are_equal() -> None
 
 
 @pytest.mark.parametrize("wire", [None, torch.float16])
-def test_a_model_in_bfloat16_is_sent_with_its_ties(wire: Any) -> None:
+def test_a_model_in_bfloat16_is_sent_with_its_ties(wire):
     """The base strategy reads Flower's own arrays; clients receive the model's, or
     those of the wire.
     """
@@ -420,8 +417,8 @@ ALONE = {"mine": MODEL}
     ],
 )
 def test_of_several_records_the_model_is_the_one_that_the_strategy_names(
-    given: Any, key: str, known: bool
-) -> None:
+    given, key, known
+):
     settings = {
         "alignment": None,
         "aggregation": Mean,

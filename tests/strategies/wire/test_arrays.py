@@ -127,7 +127,7 @@ EVERY = settings(
 
 @given(st.lists(tensors(), max_size=4), st.booleans())
 @EVERY
-def test_tensors_arrive_with_the_same_bits(values: Any, writable: bool) -> None:
+def test_tensors_arrive_with_the_same_bits(values, writable):
     given_ = {f"t{i}": value for i, value in enumerate(values)}
     found = from_arrays(through_the_wire(to_arrays(given_)), writable=writable)
     assert list(found) == list(given_)
@@ -136,7 +136,7 @@ def test_tensors_arrive_with_the_same_bits(values: Any, writable: bool) -> None:
 
 @given(tensors(), st.sampled_from(PRECISIONS))
 @EVERY
-def test_precision_is_changed_on_floats_only(value: Tensor, dtype: Any) -> None:
+def test_precision_is_changed_on_floats_only(value, dtype):
     found = from_arrays(to_arrays({"w": value}, dtype))["w"]
     expected = value.contiguous().to(dtype) if value.is_floating_point() else value
     # How a cast writes NaN depends on where in memory it is.
@@ -146,7 +146,7 @@ def test_precision_is_changed_on_floats_only(value: Tensor, dtype: Any) -> None:
 
 @given(tensors())
 @EVERY
-def test_flower_reads_what_numpy_has_and_its_own_arrays_are_read(value: Tensor) -> None:
+def test_flower_reads_what_numpy_has_and_its_own_arrays_are_read(value):
     found = to_arrays({"w": value})["w"]
     assert found.shape == tuple(value.shape)
     assert f"torch.{found.dtype}" == str(value.dtype)
@@ -161,7 +161,7 @@ def test_flower_reads_what_numpy_has_and_its_own_arrays_are_read(value: Tensor) 
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_tied_embeddings_travel_once(dtype: Any) -> None:
+def test_tied_embeddings_travel_once(dtype):
     model = build_tied()
     tied = model.state_dict()
     apart = {name: value.clone() for name, value in tied.items()}
@@ -189,7 +189,7 @@ def build_tied() -> BertForMaskedLM:
     return BertForMaskedLM(BertConfig(**sizes, **others))
 
 
-def test_ties_are_of_memory_shape_and_layout() -> None:
+def test_ties_are_of_memory_shape_and_layout():
     full = torch.rand(4, 4)
     given_ = {
         "full": full,
@@ -208,7 +208,7 @@ def test_ties_are_of_memory_shape_and_layout() -> None:
     assert all(identical(found[name], value) for name, value in given_.items())
 
 
-def test_ties_may_point_forward() -> None:
+def test_ties_may_point_forward():
     record = to_arrays({"a": torch.ones(2)})
     forward = ArrayRecord({"b": array(b"a", stype=TIED), "a": record["a"]})
     found = from_arrays(forward)
@@ -216,7 +216,7 @@ def test_ties_may_point_forward() -> None:
     assert found["a"] is found["b"]
 
 
-def test_views_are_of_the_received_bytes_and_warn_nobody() -> None:
+def test_views_are_of_the_received_bytes_and_warn_nobody():
     value = torch.rand(5, 3)
     record = to_arrays({"w": value, "h": value.bfloat16()})
     with warnings.catch_warnings():
@@ -233,7 +233,7 @@ def test_views_are_of_the_received_bytes_and_warn_nobody() -> None:
     assert torch.equal(found["w"], value)
 
 
-def test_the_clients_tensors_stay_as_they_are_and_can_be_used_on() -> None:
+def test_the_clients_tensors_stay_as_they_are_and_can_be_used_on():
     value = torch.rand(3, requires_grad=True)
     record = to_arrays({"w": value})
     before = value.detach().clone()
@@ -250,14 +250,12 @@ def test_the_clients_tensors_stay_as_they_are_and_can_be_used_on() -> None:
         (torch.zeros(2), torch.int8, r"not as torch\.int8"),
     ],
 )
-def test_what_cannot_travel_is_refused_before_it_does(
-    value: Tensor, dtype: Any, problem: str
-) -> None:
+def test_what_cannot_travel_is_refused_before_it_does(value, dtype, problem):
     with pytest.raises(fedrot.FedrotError, match=problem):
         to_arrays({"w": value}, dtype)
 
 
-def test_fortran_order_and_newer_headers_are_read() -> None:
+def test_fortran_order_and_newer_headers_are_read():
     values = np.asfortranarray(np.arange(24, dtype=np.float32).reshape(2, 3, 4))
     found = from_arrays(ArrayRecord({"w": Array(values)}))["w"]
     assert torch.equal(found, torch.arange(24.0).reshape(2, 3, 4))
@@ -267,7 +265,7 @@ def test_fortran_order_and_newer_headers_are_read() -> None:
     assert torch.equal(decode("w", newer), found)
 
 
-def test_what_is_misaligned_is_copied() -> None:
+def test_what_is_misaligned_is_copied():
     values = np.arange(3, dtype=np.float64)
     for spaces in range(8):
         text = described("(3,)", "'<f8'").replace("\n", " " * spaces + "\n")
@@ -276,7 +274,7 @@ def test_what_is_misaligned_is_copied() -> None:
         assert found.data_ptr() % 8 == 0
 
 
-def test_legacy_records_without_shapes_are_read() -> None:
+def test_legacy_records_without_shapes_are_read():
     values = np.arange(6.0).reshape(2, 3)
     found = decode("0", array(Array(values).data, (), ""))
     assert torch.equal(found, torch.from_numpy(values))
@@ -399,7 +397,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("problem", REFUSED)
-def test_what_is_no_array_of_its_claims_is_refused(problem: str) -> None:
+def test_what_is_no_array_of_its_claims_is_refused(problem):
     for found in REFUSED[problem]:
         refuse(found, problem)
 
@@ -413,7 +411,7 @@ def test_what_is_no_array_of_its_claims_is_refused(problem: str) -> None:
         "(" + "65536, " * 4 + ")",
     ],
 )
-def test_a_huge_shape_is_refused_without_memory_for_it(shape: str) -> None:
+def test_a_huge_shape_is_refused_without_memory_for_it(shape):
     claimed = eval(shape)
     tracemalloc.start()
     refuse(
@@ -425,13 +423,13 @@ def test_a_huge_shape_is_refused_without_memory_for_it(shape: str) -> None:
     assert most < 1_000_000
 
 
-def test_shapes_of_truth_values_are_numbers() -> None:
+def test_shapes_of_truth_values_are_numbers():
     found = decode("w", array(npy(described("(True,)"), bytes(4)), (1,)))
     assert found.shape == (1,)
     assert decode("w", array(TRUTH, dtype="bool")).tolist() == [True, False]
 
 
-def test_stock_strategies_get_numpys_arrays() -> None:
+def test_stock_strategies_get_numpys_arrays():
     value = torch.rand(3)
     half = torch.rand(3).bfloat16()
     given_ = {"plain": value, "tied": value, "half": half, "moved": value + 1}

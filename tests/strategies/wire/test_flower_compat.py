@@ -46,7 +46,7 @@ from fedrot.strategies.wire.lazy_grid import LazyGrid
 from tests.strategies.fakes import FakeGrid, failure, reply
 
 
-def test_records_of_the_legacy_workflows_have_these_names() -> None:
+def test_records_of_the_legacy_workflows_have_these_names():
     content = fitins_to_recorddict(FitIns(Parameters([], ""), {}), keep_input=True)
     assert UNNAMED_MODEL in content.array_records
     assert SECURE_AGGREGATION == RECORD_KEY_CONFIGS
@@ -83,9 +83,7 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_what_is_changed_inside_a_block_is_flowers_again_behind_it(
-    name: str, monkeypatch: Any
-) -> None:
+def test_what_is_changed_inside_a_block_is_flowers_again_behind_it(name, monkeypatch):
     block, read, right = BLOCKS[name]
     for value, attribute in enumerate(IDENTITY, start=5):
         monkeypatch.setattr(TaskIdentity, attribute, value)
@@ -115,14 +113,14 @@ NOISE = {"noise_multiplier": 0.1, "num_sampled_clients": 2}
         ),
     ],
 )
-def test_attributes_that_are_set_anew_are_there(build: Any) -> None:
+def test_attributes_that_are_set_anew_are_there(build):
     strategy = build()
     assert transient_attributes(strategy) == {"current_arrays"}
     assert "current_arrays" in vars(strategy)
     assert transient_attributes(FedAvg()) == frozenset()
 
 
-def test_a_strategy_inside_a_wrapper_compares_with_the_same_model_too() -> None:
+def test_a_strategy_inside_a_wrapper_compares_with_the_same_model_too():
     inside = FedAdam()
     moved = ArrayRecord({"w": torch.tensor([1.0, 2.0])})
     wrapper = DifferentialPrivacyServerSideFixedClipping(inside, 0.0, 1.0, 2)
@@ -133,7 +131,7 @@ def test_a_strategy_inside_a_wrapper_compares_with_the_same_model_too() -> None:
     assert vars(inside)["current_arrays"]["w"].tolist() == [1.0, 2.0]
 
 
-def test_a_class_among_a_strategys_attributes_is_no_state() -> None:
+def test_a_class_among_a_strategys_attributes_is_no_state():
     strategy = FedRot(alignment=None)
     strategy.kind = torch.optim.SGD
     RunState(strategy, ConfigRecord(), ConfigRecord()).encoded({})
@@ -152,8 +150,8 @@ class Malformed(FakeGrid):
     "error", [ValueError, KeyError, AssertionError, DecodeError, OSError]
 )
 def test_a_reply_that_cannot_be_decoded_is_an_error_reply_of_its_node(
-    error: Any,
-) -> None:
+    error,
+):
     grid = Malformed({7: failure})
     grid.error = error
     asked = Message(RecordDict(), dst_node_id=7, message_type="train")
@@ -168,7 +166,7 @@ def test_a_reply_that_cannot_be_decoded_is_an_error_reply_of_its_node(
     assert found.metadata.src_node_id == 7
 
 
-def test_a_message_that_the_grid_refuses_is_not_waited_for() -> None:
+def test_a_message_that_the_grid_refuses_is_not_waited_for():
     class Refusing(FakeGrid):
         def push_messages(self, messages: Iterable[Message]) -> Any:
             return [None, *super().push_messages(list(messages)[1:])]
@@ -184,7 +182,7 @@ def test_a_message_that_the_grid_refuses_is_not_waited_for() -> None:
     assert len(LazyGrid(grid).send_and_receive(messages, timeout=0.5)) == 1
 
 
-def test_the_call_that_a_client_lacks_is_said_behind_a_long_traceback() -> None:
+def test_the_call_that_a_client_lacks_is_said_behind_a_long_traceback():
     reason = (
         "RayTaskError: "
         + "File, line. " * 90

@@ -6,7 +6,6 @@ import json
 import math
 import time
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 from flwr.app import ArrayRecord, Message, RecordDict
@@ -57,7 +56,7 @@ def asked(grid: FakeGrid) -> list[Message]:
     return [Message(RecordDict(), node, "train") for node in grid.nodes]
 
 
-def test_replies_are_sent_for_at_once_and_fetched_one_by_one_as_they_arrive() -> None:
+def test_replies_are_sent_for_at_once_and_fetched_one_by_one_as_they_arrive():
     slow = Slow(3, 1, 2)
     waiting = Quick(slow).send_and_receive(asked(slow), timeout=60).stream()
     assert slow.asked == [[100, 101, 102]]
@@ -77,7 +76,7 @@ PAUSES = {
 
 
 @pytest.mark.parametrize("name", PAUSES)
-def test_pauses_grow_while_nothing_arrives(name: str) -> None:
+def test_pauses_grow_while_nothing_arrives(name):
     looks, timeout, pauses = PAUSES[name]
     slow = Slow(*looks)
     grid = Quick(slow)
@@ -86,7 +85,7 @@ def test_pauses_grow_while_nothing_arrives(name: str) -> None:
     assert max(grid.pauses) <= (timeout or LONGEST_PAUSE) == (timeout or 3.0)
 
 
-def test_who_does_not_answer_in_time_is_left_out() -> None:
+def test_who_does_not_answer_in_time_is_left_out():
     strategy = FedRot(SYMMETRY, fraction_evaluate=0.0)
     start = time.monotonic()
     grid = LazyGrid(Slow(1, math.inf, 1))
@@ -99,8 +98,8 @@ def test_who_does_not_answer_in_time_is_left_out() -> None:
     ("looks", "timeout", "uses"), [((1, 1, 1), 0.2, 3), ((1, 2, 2), 0.1, 1)]
 )
 def test_what_arrives_in_time_while_another_reply_is_used_is_taken(
-    looks: Any, timeout: float, uses: int
-) -> None:
+    looks, timeout, uses
+):
     """Though using that one takes until time is up: there is a last look."""
     slow = Slow(*looks)
     taken = 0
@@ -111,11 +110,11 @@ def test_what_arrives_in_time_while_another_reply_is_used_is_taken(
     assert taken == 3
 
 
-def test_nobody_asked_nothing_fetched() -> None:
+def test_nobody_asked_nothing_fetched():
     assert list(LazyGrid(FakeGrid({})).send_and_receive([])) == []
 
 
-def test_a_reply_that_flower_cannot_read_does_not_end_the_run() -> None:
+def test_a_reply_that_flower_cannot_read_does_not_end_the_run():
     class Garbage(Slow):
         def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
             (message_id,) = message_ids
@@ -130,7 +129,7 @@ def test_a_reply_that_flower_cannot_read_does_not_end_the_run() -> None:
     assert metrics["fedrot-replies-failed"] == 1
 
 
-def test_replies_are_a_sequence_that_is_fetched_once() -> None:
+def test_replies_are_a_sequence_that_is_fetched_once():
     grid = FakeGrid({7: failure, 8: failure})
     replies = LazyGrid(grid).send_and_receive(asked(grid))
     assert [r.metadata.src_node_id for r in replies] == [7, 8]

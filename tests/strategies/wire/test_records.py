@@ -60,7 +60,7 @@ def read(arrays: Any, shapes: Any = None) -> Found:
     return read_statistics(RecordDict({STATISTICS: ArrayRecord(dict(arrays))}), shapes)
 
 
-def test_statistics_come_back_as_they_were() -> None:
+def test_statistics_come_back_as_they_were():
     given = statistics()
     found = there_and_back(given)
     assert {kind: set(of) for kind, of in found.items()} == {
@@ -74,7 +74,7 @@ def test_statistics_come_back_as_they_were() -> None:
     assert read_statistics(RecordDict()) == {}
 
 
-def test_a_matrix_that_layers_share_travels_once_and_stays_shared() -> None:
+def test_a_matrix_that_layers_share_travels_once_and_stays_shared():
     assert len(statistics_record(statistics())) == 2 + 2 + 2
     found = there_and_back(statistics())["gram"]
     assert len({id(found[name]) for name in SHARED}) == 1
@@ -87,7 +87,7 @@ def test_a_matrix_that_layers_share_travels_once_and_stays_shared() -> None:
     assert len(collected["gram"]) == 2 * 6 + 2
 
 
-def test_the_record_holds_values_not_views_of_the_clients_tensors() -> None:
+def test_the_record_holds_values_not_views_of_the_clients_tensors():
     value = torch.rand(4, requires_grad=True)
     record = statistics_record({"fisher": {"w": value}})
     with torch.no_grad():
@@ -100,9 +100,7 @@ def test_the_record_holds_values_not_views_of_the_clients_tensors() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 )
-def test_other_precisions_shapes_and_layouts_arrive_in_float32(
-    dtype: Any, wire: Any
-) -> None:
+def test_other_precisions_shapes_and_layouts_arrive_in_float32(dtype, wire):
     value = gram(6).to(dtype)[:, ::2].T
     given = {
         "fisher": {"w": value, "s": torch.tensor(2.0)},
@@ -115,7 +113,7 @@ def test_other_precisions_shapes_and_layouts_arrive_in_float32(
     assert found["trained"]["w"].dtype == torch.bool
 
 
-def test_bfloat16_is_half_the_bytes_and_says_what_it_is() -> None:
+def test_bfloat16_is_half_the_bytes_and_says_what_it_is():
     header = len(statistics_record({"gram": {"w": torch.zeros(0)}})["gram/w"].data)
     for dtype, width in ((torch.float32, 4), (torch.bfloat16, 2)):
         record = statistics_record({"gram": {"w": gram(64)}}, dtype)
@@ -142,9 +140,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("given", "dtype", "problem"), REFUSED)
-def test_what_cannot_be_sent_is_refused_at_the_client(
-    given: Found, dtype: Any, problem: str
-) -> None:
+def test_what_cannot_be_sent_is_refused_at_the_client(given, dtype, problem):
     with pytest.raises(fedrot.FedrotError, match=problem):
         statistics_record(given, dtype)
 
@@ -170,15 +166,13 @@ def test_what_cannot_be_sent_is_refused_at_the_client(
         ),
     ],
 )
-def test_what_cannot_be_read_is_named(key: str, array: Array, problem: str) -> None:
+def test_what_cannot_be_read_is_named(key, array, problem):
     with pytest.raises(UpdateError, match=problem):
         read({key: array})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_one_array_under_many_names_is_decoded_once(
-    dtype: Any, monkeypatch: Any
-) -> None:
+def test_one_array_under_many_names_is_decoded_once(dtype, monkeypatch):
     """Torch's memory is not traced: each decoded array of bfloat16 takes twice its
     bytes.
     """
@@ -197,7 +191,7 @@ def test_one_array_under_many_names_is_decoded_once(
     assert len(decoded) == 1
 
 
-def test_a_client_reads_what_is_wanted_from_whatever_record_it_is_in() -> None:
+def test_a_client_reads_what_is_wanted_from_whatever_record_it_is_in():
     found = message()
     assert wanted_statistics(found) == ()
     for asked, kinds in (
@@ -209,7 +203,7 @@ def test_a_client_reads_what_is_wanted_from_whatever_record_it_is_in() -> None:
         assert wanted_statistics(found) == kinds
 
 
-def test_statistics_and_models_are_told_apart() -> None:
+def test_statistics_and_models_are_told_apart():
     answer = reply(message(), {"w": torch.ones(2)}, 1)
     answer.content[STATISTICS] = statistics_record(statistics())
     assert list(model_records(answer.content)) == ["arrays"]
@@ -229,14 +223,12 @@ LONG = "x" * 70_000
     ],
     ids=["numbers", "bytes", "texts", "key", "name"],
 )
-def test_a_large_configuration_is_left_out_whatever_makes_it_large(
-    name: str, values: Any
-) -> None:
+def test_a_large_configuration_is_left_out_whatever_makes_it_large(name, values):
     small = ConfigRecord({"partition-id": 3})
     content = RecordDict({"client": small, name: ConfigRecord(values)})
     assert list(without_arrays(content).config_records) == ["client"]
 
 
-def test_configurations_that_are_kept_have_a_bound_together() -> None:
+def test_configurations_that_are_kept_have_a_bound_together():
     many = {f"x{i}": ConfigRecord({"a": "x" * 30_000}) for i in range(10)}
     assert len(without_arrays(RecordDict(many)).config_records) == 2

@@ -211,8 +211,8 @@ def _no_interrupt() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number in arrived:
-            signal.raise_signal(number)
+        for came in arrived:
+            signal.raise_signal(came)
 
 
 def _serve(pipe: Connection) -> None:

@@ -130,7 +130,7 @@ class Strategy(BaseModel):
                 f"aggregation '{self.entry.name}' needs no statistics; leave out "
                 "batches"
             )
-        idle = ("adapters",)
+        idle: tuple[str, ...] = ("adapters",)
         purpose = "adapters; give lora"
         if experiment.lora:
             idle = _WITHOUT_ADAPTERS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
@@ -105,8 +105,8 @@ def lost_table(rows: Iterable[Row]) -> Table | None:
     rounds_of: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
         for what in {"dropped", "failed"} & row.keys():
-            reply = (row.get("strategy", NONE), row["client"], what, row[what])
-            rounds_of.setdefault(tuple(map(str, reply)), []).append(row["round"])
+            loss = (row.get("strategy", NONE), row["client"], what, row[what])
+            rounds_of.setdefault(tuple(map(str, loss)), []).append(row["round"])
     if not rounds_of:
         return None
     lines = []
@@ -186,7 +186,7 @@ def heat_map(rows: Iterable[Row]) -> Grid:
     return rounds, grid
 
 
-def _place(row: Row) -> tuple[str, int, int]:
+def _place(row: Mapping[str, Any]) -> tuple[str, int, int]:
     """Return the part, layer and round of a row of alignment."""
     return row["part"], row["layer"], row["round"]
 

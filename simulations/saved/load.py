@@ -86,7 +86,7 @@ def load(name: str, whole: bool = False) -> SavedModel:
         what = f"a {class_name}, which transformers does not have"
     if getattr(config, "quantization_config", None):
         what = "quantised"
-    if what:
+    if what or model_class is None:
         raise FedrotError(
             f"'{name}' is {what}: its weights cannot be moved. dequantize() it with "
             "transformers and save it; for a class of your own use "

@@ -10,7 +10,7 @@ from logging import WARNING
 import torch
 from flwr.common import log
 
-from fedrot.aggregation import Mean
+from fedrot.aggregation import Mean, Statistics
 from fedrot.alignment.align import Alignment
 from fedrot.alignment.anchors import (
     ANCHORS,
@@ -142,7 +142,7 @@ class ToAnchor(Aligner):
 
     def moved(self, update: Update, tensors: Tensors, alignment: Alignment) -> Moved:
         """Return an update moved by an alignment, given its tensors on the device."""
-        statistics = {
+        statistics: Statistics = {
             kind: self.there(by_name) for kind, by_name in update.statistics.items()
         }
         if statistics:

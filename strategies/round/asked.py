@@ -114,7 +114,7 @@ def client_id(message: Message) -> int:
     """Return the client's own partition id if it sent one, else its node id."""
     if message.has_content():
         configs = records_of_type(message.content, ConfigRecord)
-        client = configs.get(CLIENT_RECORD, {}).get(CLIENT_KEY)
+        client = configs.get(CLIENT_RECORD, ConfigRecord()).get(CLIENT_KEY)
         if isinstance(client, int):
             return client
     return message.metadata.src_node_id

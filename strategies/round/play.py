@@ -71,9 +71,7 @@ def play(
         moved = None
         with record.dropping(update.client):
             moved = aligner.move(update)
-        if moved is None:
-            return
-        added = merge.add(moved)
+        added = None if moved is None else merge.add(moved)
         if added is not None:
             aligner.follow(update, added)
 

@@ -1,0 +1,149 @@
+"""Rounds of ``FedRot(fit_head=True)`` in which a quarter of the clients lie.
+
+Updates are honest; liars send other sums, other losses, and other numbers of rows. A
+test of one exchange cannot see what a lie of one round does to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fedrot.strategies import FedRot, LabelledRows, answer_with_sums, from_arrays
+from tests.strategies.fakes import Client, grid_of, node_of, reply, tensors_of
+from tests.strategies.fitting.test_liars import Lie, lie
+
+CLASSES, CLUSTERS, INPUTS, WIDTH, ROUNDS = 3, 4, 10, 12, 3
+EVEN, FIRST, SECOND, THIRD = (
+    [1.0, 1.0, 1.0],
+    [0.6, 0.2, 0.2],
+    [0.2, 0.6, 0.2],
+    [0.2, 0.2, 0.6],
+)
+#: The priors of the clients; the first quarter of them lies.
+SETUPS = {
+    "one of four": [EVEN] * 4,
+    "two of eight": [EVEN] * 8,
+    "one of four, labels differ": [FIRST, SECOND, THIRD, FIRST],
+}
+#: What describes the network to the server: tanh bounds the features by 1.
+CONFIG = {"model_type": "bert", "num_labels": CLASSES}
+
+Rows = dict[str, Tensor]
+
+
+class Network(nn.Module):
+    """One layer with tanh before a task head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = CONFIG
+        self.pooler = nn.Linear(INPUTS, WIDTH)
+        self.classifier = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
+        return SimpleNamespace(logits=self.classifier(self.pooler(inputs).tanh()))
+
+
+CENTRES = torch.randn(
+    CLASSES, CLUSTERS, INPUTS, generator=torch.Generator().manual_seed(3)
+)
+
+
+def drawn(seed: int, count: int, priors: Sequence[float]) -> Rows:
+    """Return rows of classes with four clusters each, which no straight line parts."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.tensor(priors)
+    labels = torch.multinomial(weights, count, replacement=True, generator=generator)
+    cluster = torch.randint(CLUSTERS, (count,), generator=generator)
+    noise = 0.5 * torch.randn(count, INPUTS, generator=generator)
+    return {"inputs": CENTRES[labels, cluster] + noise, "labels": labels}
+
+
+def trained(message: Message, rows: Rows, seed: int) -> Message:
+    """Answer with a model that was trained honestly."""
+    network = Network()
+    network.load_state_dict(from_arrays(message.content["arrays"]))
+    optimizer = torch.optim.Adam(network.parameters(), 0.03)
+    for _ in range(20):
+        optimizer.zero_grad()
+        logits = network(rows["inputs"]).logits
+        cross_entropy(logits, rows["labels"]).backward()
+        optimizer.step()
+    return reply(message, network.state_dict(), len(rows["labels"]), seed)
+
+
+def client(seed: int, priors: Sequence[float], told: Lie | None) -> Client:
+    """Return a client that trains honestly, and may lie about its sums."""
+    rows, held_out = drawn(seed, 60, priors), drawn(1000 + seed, 40, priors)
+    app = ClientApp()
+    app.train()(lambda message, context: trained(message, rows, seed))
+    data = LabelledRows(Network, lambda: [rows], lambda: [held_out])
+    answer_with_sums(app, lambda message, context: data)
+    node = node_of(app)
+
+    def answer(message: Message) -> Message | None:
+        sent = node(message)
+        assert sent is not None
+        content = sent.content
+        records: dict[str, Any] = {
+            **{name: dict(record) for name, record in content.metric_records.items()},
+            **{name: tensors_of(r) for name, r in content.array_records.items()},
+        }
+        told(records)
+        for name, record in records.items():
+            kind = MetricRecord if name in content.metric_records else ArrayRecord
+            content[name] = kind(record)
+        return sent
+
+    return node if told is None else answer
+
+
+def accuracy(setup: str, told: Lie | None = None, rounds: int = ROUNDS) -> float:
+    """Return the accuracy after some rounds, on rows of nobody; after 0, untrained."""
+    priors = SETUPS[setup]
+    liars = len(priors) // 4
+    grid = grid_of(
+        client(seed, shares, told if seed < liars else None)
+        for seed, shares in enumerate(priors)
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        start = ArrayRecord(Network().state_dict())
+    strategy = FedRot(CONFIG, alignment=None, fit_head=True, fraction_evaluate=0.0)
+    if rounds:
+        arrays = strategy.start(grid, start, num_rounds=rounds, timeout=1).arrays
+    else:
+        arrays = strategy.prepared(grid, start, ConfigRecord())
+    network = Network()
+    network.load_state_dict(from_arrays(arrays))
+    rows = drawn(9999, 3000, EVEN)
+    right = network(rows["inputs"]).logits.argmax(1) == rows["labels"]
+    return float(right.double().mean())
+
+
+#: Sums, losses and multiples of the rows that liars send.
+LIES = [
+    (sums, losses, 10)
+    for sums in ("labels turned", "means of others", "one mean")
+    for losses in ("honest", "for the old head", "for the own sums", "inverted")
+]
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_quarter_of_liars_does_not_stop_a_run(setup):
+    """Accuracy stays above that without training, and near that of honest rounds."""
+    untrained, honest = accuracy(setup, rounds=0), accuracy(setup)
+    assert untrained + 0.05 < honest
+    for told in LIES:
+        reached = accuracy(setup, lie(*told))
+        assert reached > untrained, told
+        assert reached > honest - 0.05, told

@@ -77,7 +77,7 @@ RULES = (
 
 def names_in(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
     """Yield line, ``VALUE`` or ``DEFINITION``, and name of what a module names."""
-    fields: dict[ast.AST, str] = {}
+    fields = {}
     for node in ast.walk(tree):
         match node:
             case ast.ClassDef(name=name):

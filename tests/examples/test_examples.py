@@ -16,9 +16,7 @@ import shlex
 import shutil
 import tomllib
 import zipfile
-from collections.abc import Iterator
 from importlib import resources
-from pathlib import Path
 
 import psutil
 import pytest
@@ -41,7 +39,7 @@ class Run(Federation):
     outlives it.
     """
 
-    def __enter__(self) -> Run:
+    def __enter__(self):
         home = self.folder / "flower"
         home.mkdir()
         (home / "config.toml").write_text(
@@ -52,7 +50,7 @@ class Run(Federation):
         )
         return self
 
-    def left(self) -> Iterator[psutil.Process]:
+    def left(self):
         """Return what still runs, children first: Ray's hide their environment and
         outlive parents.
         """
@@ -62,7 +60,7 @@ class Run(Federation):
                 yield from process.children(recursive=True)
         yield from found
 
-    def flower(self, name: str, arguments: str) -> str:
+    def flower(self, name, arguments):
         """Run a Flower command that ends, and return its output; the managed SuperLink
         is our own.
         """
@@ -73,7 +71,7 @@ class Run(Federation):
         )
         return self.run(name, f"{environment} {arguments}")
 
-    def simulated(self, app: Path, clients: int, settings: str) -> str:
+    def simulated(self, app, clients, settings):
         """Return the log of an app that ran to its end in simulation."""
         size = f"num-supernodes={clients} client-resources-num-cpus=1"
         options = (
@@ -84,7 +82,7 @@ class Run(Federation):
         assert self.status("local") == "finished:completed", log
         return log
 
-    def serve(self) -> None:
+    def serve(self):
         """Start a SuperLink and two SuperNodes, in one Flower home, as the quickstart's
         page does.
         """
@@ -101,7 +99,7 @@ class Run(Federation):
                 f'"partition-id={node} num-partitions=2"',
             )
 
-    def deployed(self, app: Path, settings: str) -> str:
+    def deployed(self, app, settings):
         """Return the log of an app that ran to its end on the SuperLink that was
         started.
         """
@@ -111,7 +109,7 @@ class Run(Federation):
         assert self.status("deployment") == "finished:completed", self.logs()
         return log
 
-    def status(self, connection: str) -> str:
+    def status(self, connection):
         """Return how all runs ended; ``flwr run`` itself ends with 0 whatever
         happens.
         """
@@ -127,7 +125,7 @@ def run(tmp_path):
         yield run
 
 
-def save_model(folder: Path, name: str, **sizes: int) -> Path:
+def save_model(folder, name, **sizes):
     """Save a random model of this class of transformers with the bundled tokenizer."""
     import transformers
 
@@ -142,7 +140,7 @@ def save_model(folder: Path, name: str, **sizes: int) -> Path:
     return folder
 
 
-def save_rows(file: Path, *rows: tuple[object, ...]) -> Path:
+def save_rows(file, *rows):
     """Write rows in a folder that it makes; return the folder."""
     file.parent.mkdir(exist_ok=True)
     with file.open("w", newline="") as opened:
@@ -150,7 +148,7 @@ def save_rows(file: Path, *rows: tuple[object, ...]) -> Path:
     return file.parent
 
 
-def reviews(count: int) -> list[tuple[object, ...]]:
+def reviews(count):
     """Return a header and reviews of two classes."""
     texts = ((f"{TEXTS[n % 2]} {n} times", n % 2) for n in range(count))
     return [("text", "label"), *texts]
@@ -196,7 +194,7 @@ def language(tmp_path_factory):
     )
 
 
-def aligned_once(log: str) -> None:
+def aligned_once(log):
     """Check a log: two replies were aligned, and both clients evaluated the average."""
     assert re.search(r"Round 1: .*2 (replies )?accepted", log), log
     assert re.search(r"Round 1: .*rotation", log), log

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,18 +23,18 @@ settings.register_profile(
 )
 
 
-def fuzzed(weight: float, **arguments: st.SearchStrategy[Any]) -> Callable[[Any], Any]:
+def fuzzed(weight, **arguments):
     """Return the decorator of a test that gets ``weight`` percent of all cases.
 
     The test returns whether its case was accepted. Some are and some are not, or it
     tests nothing.
     """
 
-    def decorate(test: Callable[..., bool]) -> Any:
+    def decorate(test):
         accepted = []
 
         @functools.wraps(test)
-        def counted(**drawn: Any) -> None:
+        def counted(**drawn):
             accepted.append(test(**drawn))
 
         cases = max(1, round(TOTAL * weight / 100))
@@ -44,7 +42,7 @@ def fuzzed(weight: float, **arguments: st.SearchStrategy[Any]) -> Callable[[Any]
         tried = limits(given(**arguments)(counted))
 
         @functools.wraps(tried)
-        def guarded() -> None:
+        def guarded():
             tried()
             assert not REPEATABLE or {*accepted} == {False, True}
 
@@ -61,7 +59,7 @@ EDGES += (2**16, 2**31, 2**32, 2**40, 2**62, 2**63, 2**64)
 
 
 @st.composite
-def mutated(draw: st.DrawFn, data: bytes) -> bytes:
+def mutated(draw, data):
     """Draw bytes like the given ones: some flipped, put in, taken out, cut off, or
     repeated.
     """
@@ -85,12 +83,12 @@ def mutated(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 @st.composite
-def misspelt(draw: st.DrawFn, text: str) -> str:
+def misspelt(draw, text):
     """Draw a text like the given one."""
     return draw(mutated(text.encode())).decode(errors="replace")
 
 
-def values(more: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def values(more):
     """Return values of a configuration, alone, in lists and in dictionaries; ``more``
     among them.
     """

@@ -55,7 +55,7 @@ def only_read():
 
 
 @st.composite
-def documents(draw: st.DrawFn) -> str:
+def documents(draw):
     """Draw an experiment file with something else in it."""
     lines = FILES[draw(st.sampled_from(sorted(FILES)))].splitlines()
     for _ in range(draw(st.integers(1, 3))):

@@ -42,7 +42,7 @@ nested = st.lists(parts.map(lambda part: part[0] * part[1]), max_size=6).map(
 
 
 @functools.cache
-def made() -> dict[str, bytes]:
+def made():
     """Return a table and the files of a model, by name."""
     with TemporaryDirectory() as folder:
         model = fresh_model("bert-classifier").float()

@@ -5,7 +5,6 @@ not.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -59,7 +58,7 @@ SHAPES = {name: tuple(t.shape) for name, t in MODEL.items()}
 )
 
 
-def inbox(needs: tuple[str, ...]) -> Inbox:
+def inbox(needs):
     """Return the inbox of a round that needs these statistics."""
     return Inbox(Asked(), Schema(MODEL), RoundRecord(1), needs=needs)
 
@@ -85,7 +84,7 @@ floats = st.floats() | st.sampled_from((0.0, 1e-320, 1e13, 1e38, 1e300))
 
 
 @st.composite
-def headers(draw: st.DrawFn) -> bytes:
+def headers(draw):
     """Draw npy bytes with a header of its own, true or not."""
     descr = draw(
         st.sampled_from(
@@ -108,7 +107,7 @@ def headers(draw: st.DrawFn) -> bytes:
 
 
 @st.composite
-def values(draw: st.DrawFn) -> Array:
+def values(draw):
     """Draw a well-formed array of edge values."""
     dtype = draw(
         st.sampled_from(
@@ -124,7 +123,7 @@ def values(draw: st.DrawFn) -> Array:
 
 
 @st.composite
-def arrays(draw: st.DrawFn, good: Array) -> Array:
+def arrays(draw, good):
     """Draw an array like a good one."""
     dtype, shape, stype, data = good.dtype, good.shape, good.stype, good.data
     for _ in range(draw(st.integers(1, 2))):
@@ -155,7 +154,7 @@ def arrays(draw: st.DrawFn, good: Array) -> Array:
 
 
 @st.composite
-def records(draw: st.DrawFn, good: Mapping[str, Array]) -> ArrayRecord:
+def records(draw, good):
     """Draw a record like a good one."""
     found = dict(good)
     for _ in range(draw(st.sampled_from((1, 1, 1, 2, 3)))):
@@ -186,7 +185,7 @@ statistics = records(GOOD_STATISTICS) | records(
 
 
 @st.composite
-def contents(draw: st.DrawFn) -> RecordDict:
+def contents(draw):
     """Draw what a reply holds."""
     good = draw(st.sampled_from(GOOD))
     content = RecordDict(

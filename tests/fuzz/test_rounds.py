@@ -4,8 +4,6 @@ finite.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import (
@@ -18,7 +16,6 @@ from flwr.serverapp.strategy import (
     QFedAvg,
 )
 from hypothesis import strategies as st
-from torch import Tensor
 
 from fedrot.aggregation import Fisher, RegMean
 from fedrot.collect.statistics import check_statistics
@@ -64,7 +61,7 @@ usual = st.just(1.0)
 
 
 @st.composite
-def matrices(draw: st.DrawFn, *shape: int) -> Tensor:
+def matrices(draw, *shape):
     """Draw a matrix in float64: random, of one value, or with one entry, and of any
     size.
     """
@@ -80,7 +77,7 @@ def matrices(draw: st.DrawFn, *shape: int) -> Tensor:
 
 
 @st.composite
-def grams(draw: st.DrawFn, size: int) -> Tensor:
+def grams(draw, size):
     """Draw what may be a Gram matrix, with a size of its own for every input."""
     own = torch.tensor(
         draw(st.lists(scales, min_size=size, max_size=size)), dtype=torch.float64
@@ -111,11 +108,11 @@ ADAPTERS = (
 )
 
 
-def factor(module: str, name: str) -> str:
+def factor(module, name):
     return f"base_model.model.{module}.lora_{name}.weight"
 
 
-def adapter(seed: int) -> dict[str, Tensor]:
+def adapter(seed):
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for module in MODULES:
@@ -125,7 +122,7 @@ def adapter(seed: int) -> dict[str, Tensor]:
 
 
 @st.composite
-def adapters(draw: st.DrawFn) -> dict[str, Tensor]:
+def adapters(draw):
     """Draw an adapter whose factors may have any size, and another rank."""
     rank = draw(st.sampled_from((RANK, RANK, RANK, 0, 1, RANK + 1)))
     scale = draw(usual | st.sampled_from((1e-44, 1e-42, 1e-20, 1e10, 1e15)))
@@ -152,7 +149,7 @@ def test_adapters_are_averaged_or_dropped(options, hostile, examples, place):
     return accepted == 3
 
 
-def played(strategy: Any, base: dict[str, Tensor], sent: list[Any]) -> int:
+def played(strategy, base, sent):
     """Play a round of updates with metrics; return how many replies were accepted.
 
     The model is finite.
@@ -175,7 +172,7 @@ HONEST_GRAM = honest_inputs.T @ honest_inputs / 20
 
 
 @st.composite
-def fishers(draw: st.DrawFn) -> Tensor:
+def fishers(draw):
     """Draw what may be a diagonal Fisher."""
     found = draw(matrices(*SHAPES["w"]))
     found = found if draw(st.integers(0, 4)) == 0 else found.abs()
@@ -231,7 +228,7 @@ FIXED = {"noise_multiplier": 0.1, "clipping_norm": 1.0, "num_sampled_clients": 5
 ADAPTIVE = {"noise_multiplier": 0.1, "num_sampled_clients": 5}
 
 
-def behind(strategy: type, *args: Any, **settings: Any) -> Any:
+def behind(strategy, *args, **settings):
     return lambda: in_front_of(strategy)(None, *args, alignment=None, **settings)
 
 
@@ -266,7 +263,7 @@ metrics = given | st.dictionaries(
 
 
 @st.composite
-def updates(draw: st.DrawFn) -> dict[str, Tensor]:
+def updates(draw):
     """Draw an update, which may be the broadcast model itself, or differ from it by
     hardly anything.
     """
@@ -299,7 +296,7 @@ def test_a_round_goes_on(behind, update, own, place):
 
 
 @st.composite
-def evaluations(draw: st.DrawFn, to: Message) -> Message:
+def evaluations(draw, to):
     """Draw a hostile evaluation, or an error reply with a reason that forges lines of
     the log.
     """

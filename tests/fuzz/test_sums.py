@@ -4,11 +4,8 @@ finite head.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 from fedrot.strategies.wire.fitting_messages import LOSSES, ROWS, SUMS
 from tests.fuzz.cases import EDGES, fuzzed
@@ -16,7 +13,6 @@ from tests.fuzz.test_rounds import places, scales
 from tests.strategies.fakes import tensors_of
 from tests.strategies.fitting.feature_clients import (
     OLD,
-    Answer,
     accuracy,
     client,
     fitted,
@@ -31,7 +27,7 @@ edits = st.tuples(
 )
 
 
-def changed(value: Tensor, how: str, number: float, at: int) -> Tensor | None:
+def changed(value, how, number, at):
     """Return a tensor of an answer with one change."""
     found = value.clone()
     match how:
@@ -57,7 +53,7 @@ def changed(value: Tensor, how: str, number: float, at: int) -> Tensor | None:
 
 
 @st.composite
-def lies(draw: st.DrawFn) -> Any:
+def lies(draw):
     """Draw a lie about some of rows, sums and losses."""
     told = {}
     for name in draw(st.sets(st.sampled_from((ROWS, SUMS, LOSSES)), min_size=1)):
@@ -73,7 +69,7 @@ def lies(draw: st.DrawFn) -> Any:
             else st.lists(st.tuples(kept, edits), max_size=2)
         )
 
-    def lie(answer: Answer) -> None:
+    def lie(answer):
         for name in answer.keys() & told.keys():
             if name == ROWS:
                 answer[ROWS].update(

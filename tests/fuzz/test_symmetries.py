@@ -19,14 +19,14 @@ shapes = st.lists(st.integers(-1, 50), max_size=4).map(tuple)
 
 
 @cache
-def model(name: str) -> Model:
+def model(name):
     return config_of(name).to_dict(), {
         key: tuple(value.shape) for key, value in state_of(name).items()
     }
 
 
 @st.composite
-def models(draw: st.DrawFn) -> Model:
+def models(draw):
     """Draw a configuration and shapes that hardly differ from a real model's."""
     config, tensors = (
         dict(part) for part in model(draw(st.sampled_from(sorted(MEMBERS))))

@@ -38,7 +38,7 @@ def wheel(tmp_path_factory):
     return path
 
 
-def needed(asked: Requirement, fedrot: Distribution) -> dict[str, Distribution]:
+def needed(asked, fedrot):
     """What has to be installed for ``asked``: it is installed here, in versions that
     agree.
     """
@@ -69,7 +69,7 @@ def installed(wheel, tmp_path_factory):
     """
 
     @cache
-    def install(extra: str = "") -> Path:
+    def install(extra=""):
         site = tmp_path_factory.mktemp("site")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
@@ -96,7 +96,7 @@ def bare(installed):
     return installed("")
 
 
-def python(site: Path, code: str) -> subprocess.CompletedProcess[str]:
+def python(site, code):
     prelude = f"import sys; sys.path.insert(0, {str(site)!r})\n"
     command = [sys.executable, "-I", "-S", "-c", prelude + code]
     return subprocess.run(

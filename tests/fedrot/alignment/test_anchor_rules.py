@@ -55,7 +55,7 @@ def test_what_fedrots_rules_promise():
 def test_a_round_checks_each_update_once(anchor, monkeypatch):
     base, symmetry = state_of(NAME), symmetry_for(NAME)
     updates = [near(base, 0.1, seed) for seed in range(3)]
-    checked: list[int] = []
+    checked = []
 
     def counting(update: Any, shapes: Any) -> None:
         checked.append(id(update))

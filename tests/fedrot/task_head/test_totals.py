@@ -86,7 +86,7 @@ def test_groups_of_features_longer_than_usual_are_left_out(times, kept):
 
 def test_sums_are_checked_once_for_each_client(monkeypatch):
     """Totals, groups and sums without a group are the server's own."""
-    checked: list[Tensor] = []
+    checked = []
     kind = sums.kind_named("gram")
 
     def count(value: Tensor, shape: tuple[int, ...]) -> str | None:

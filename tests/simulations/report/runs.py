@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from fedrot.simulations.run_folder import Run, file_name, title_of
 from fedrot.simulations.summary import BOUNDS
-from tests.simulations.commands import Fields, Rows
 
 HOSTILE = (
     "</script><script>alert(1)</script> & \"q\" 'x' $\\x$ ../../../x | " + 300 * "y"
@@ -22,13 +18,13 @@ SEEDS = range(5)
 BOUNDS["joined"] = "all rows in one place, an upper bound"
 
 
-def row(strategy: str, seed: int, value: float | None, **more: Any) -> Fields:
+def row(strategy, seed, value, **more):
     """Return a row of the global model after round 1."""
     about = {"experiment": "main", "strategy": strategy, "seed": seed, "round": 1}
     return {**about, "scope": "central", "metric": "accuracy", "value": value, **more}
 
 
-def levels(strategy: str, values: Mapping[str, Sequence[float]], **more: Any) -> Rows:
+def levels(strategy, values, **more):
     """Return rows of metrics with a value per seed."""
     return [
         row(strategy, seed, value, metric=metric, **more)
@@ -37,7 +33,7 @@ def levels(strategy: str, values: Mapping[str, Sequence[float]], **more: Any) ->
     ]
 
 
-def strategy(name: str, **more: Any) -> Fields:
+def strategy(name, **more):
     """Return a strategy as it stands in a configuration."""
     kind = "joined" if name == "joined" else "fedrot"
     return {
@@ -50,10 +46,10 @@ def strategy(name: str, **more: Any) -> Fields:
 
 
 def run_of(
-    rows: Rows,
-    strategies: Sequence[Mapping[str, Any]] = (),
-    **more: Any,
-) -> Run:
+    rows,
+    strategies=(),
+    **more,
+):
     """Return a run of the experiment "main", with the given strategies and the others
     of the rows.
     """
@@ -64,7 +60,7 @@ def run_of(
     return Run(experiments={"main": {**about, **more}}, rows=rows)
 
 
-def group(number: int, part: str, layer: int, share: float, **more: Any) -> Fields:
+def group(number, part, layer, share, **more):
     """Return a row of alignment; its share was found and removed, and chance is
     unknown.
     """
@@ -79,7 +75,7 @@ def group(number: int, part: str, layer: int, share: float, **more: Any) -> Fiel
     return {**about, **found, "before": 2.0, "after": 2.0 * (1 - share), **more}
 
 
-def rows_of(experiment: str, name: str, gain: float, seed: int) -> Rows:
+def rows_of(experiment, name, gain, seed):
     """Return rows of a strategy whose accuracy after three rounds is 0.6 and a gain."""
     found = []
     for number in range(4):
@@ -101,7 +97,7 @@ def rows_of(experiment: str, name: str, gain: float, seed: int) -> Rows:
     return found
 
 
-def write_folder(folder: Path, experiments: Mapping[str, Mapping[str, float]]) -> Path:
+def write_folder(folder, experiments):
     """Write a run of experiments with strategies and their gains."""
     (folder / "cells").mkdir(parents=True)
     names = ["anger", "<disgust>", "fear", "joy", "sadness", "surprise"]

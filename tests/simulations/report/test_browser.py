@@ -5,13 +5,10 @@ light and dark.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Literal
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import sync_playwright
 from rich.console import Console
 
 from fedrot.simulations.report.pages import present, write_strategy_report
@@ -40,9 +37,7 @@ return {
 
 
 @contextmanager
-def opened(
-    file: Path, width: int, scheme: Literal["dark", "light"] = "light"
-) -> Iterator[Page]:
+def opened(file, width, scheme="light"):
     """Open a file in a headless Chromium, in a window of this width."""
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import material
 import numpy as np
@@ -40,7 +39,7 @@ WIDE = """[...document.querySelectorAll("details")].flatMap((one) => {
     ).map(one => one.outerHTML)"""
 
 
-def interval(values: Any, sign: str = "") -> str:
+def interval(values, sign=""):
     ends = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
     mean, low, high = (f"{value:{sign}.3f}" for value in (np.mean(values), *ends))
     return f"{mean} [{low}, {high}]"

@@ -7,11 +7,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Sequence
 from html.parser import HTMLParser
 from io import StringIO
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -21,7 +18,6 @@ from fedrot.simulations.report.pages import present, write_strategy_report
 from fedrot.strategies import FedRot
 from fedrot.strategies.settings import Reporting
 from tests.models import near
-from tests.simulations.commands import Rows
 from tests.simulations.report.runs import HOSTILE, group, write_folder
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import ArrayRecord, grid_of, reply
@@ -33,7 +29,7 @@ TWO = {
 }
 
 
-def shown(run: Path) -> tuple[str, list[str]]:
+def shown(run):
     """Return the page of a run, and the lines on the terminal."""
     text = StringIO()
     page = present(run, Console(file=text, width=100)).read_text(encoding="utf-8")
@@ -47,7 +43,7 @@ class Outline(HTMLParser):
 
     VOID = frozenset({"meta", "img", "br", "link", "wbr"})
 
-    def __init__(self, page: str) -> None:
+    def __init__(self, page):
         super().__init__()
         self.open: list[str] = []
         self.tags: set[str] = set()
@@ -55,7 +51,7 @@ class Outline(HTMLParser):
         self.feed(page)
         assert not self.open
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags |= {tag, *(name for name, _ in attrs)}
         self.links += [
             value or "" for name, value in attrs if name in ("src", "href", "srcset")
@@ -63,11 +59,11 @@ class Outline(HTMLParser):
         if tag not in self.VOID:
             self.open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
 
-def has_in_order(page: str, words: Sequence[str]) -> None:
+def has_in_order(page, words):
     """The page is well formed and has these words, in this order."""
     Outline(page)
     text = re.sub(r"\s+", " ", html.unescape(page.split("</style>")[1]))
@@ -181,7 +177,7 @@ ROWS = [
 ]
 
 
-def write_lines(path: Path, rows: Rows) -> Path:
+def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -240,7 +236,7 @@ def test_another_file_is_refused(content, tmp_path):
 def test_what_a_strategy_writes_can_be_shown(tmp_path):
     """The rows of a real run of two rounds, one client of which sends NaN."""
 
-    def client(index: int) -> Any:
+    def client(index):
         update = near(state(), 0.05, index)
         sent = (
             update

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from fedrot.simulations.summary import verdicts_of
 from tests.simulations.report.runs import HOSTILE, levels, row, run_of
 
 
-def words(labels: list[Any]) -> list[str]:
+def words(labels):
     return [label.get_text() for label in labels]
 
 

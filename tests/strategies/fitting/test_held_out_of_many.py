@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, Message, RecordDict
-from torch import Tensor
 
 from fedrot.strategies import evaluate_at_clients, to_arrays
 from fedrot.strategies.wire.fitting_messages import LOSSES, MODEL
@@ -25,7 +24,7 @@ Figures = tuple[int, tuple[float, float], tuple[float, float]]
 
 def drawn(seed: int, count: int) -> list[Figures]:
     rng = np.random.default_rng(seed)
-    figures: list[Figures] = []
+    figures = []
     for _ in range(count):
         losses = tuple(rng.uniform(0.2, 2, 2))
         figures.append(
@@ -43,7 +42,7 @@ def answers(rows: int, losses: Sequence[float], right: Sequence[float]) -> Clien
         place = int(message.content.array_records[MODEL]["w"].numpy()[0])
         grid = (losses[place] - better).unsqueeze(0) * rows
         counts = torch.tensor([rows, right[place] * rows]).double()
-        record: dict[str, Tensor] = {
+        record = {
             "losses": grid,
             "squares": torch.zeros_like(grid),
             "counts": counts,
@@ -79,7 +78,7 @@ def expected(figures: list[Figures], values: Any, place: int) -> float:
     return start + slow_centre(changes, rows)
 
 
-METRICS: dict[str, Any] = {
+METRICS = {
     "loss": lambda figure, place: figure[1][place],
     "accuracy": lambda figure, place: figure[2][place],
     "calibrated_loss": lambda figure, place: figure[1][place] - 0.1,
@@ -106,7 +105,7 @@ def test_one_of_four_keeps_metrics_in_the_range_of_the_others(
     liar,
 ):
     figures = drawn(7, 3)
-    lie: Figures = (10**6, (liar, liar), (1.0, 1.0))
+    lie = (10**6, (liar, liar), (1.0, 1.0))
     grid = grid_of(answers(*figure) for figure in [*figures, lie])
     metrics = dict(evaluate_at_clients(grid)(1, FIRST))
     honest = [losses[0] for _, losses, _ in figures]

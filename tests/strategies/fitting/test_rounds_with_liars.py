@@ -94,7 +94,7 @@ def client(seed: int, priors: Sequence[float], told: Lie | None) -> Client:
         sent = node(message)
         assert sent is not None
         content = sent.content
-        records: dict[str, Any] = {
+        records = {
             **{name: dict(record) for name, record in content.metric_records.items()},
             **{name: tensors_of(r) for name, r in content.array_records.items()},
         }

@@ -25,7 +25,7 @@ COUNT = 4
 def checked(monkeypatch):
     """Collect what every module of fedrot gives to ``check_update``."""
     original = tensors.check_update
-    calls: list[Any] = []
+    calls = []
 
     def noting(update: Any, shapes: Any) -> None:
         calls.append(update)
@@ -54,7 +54,7 @@ def test_a_reply_is_checked_once_and_the_broadcast_once_a_round(anchor, checked)
 def test_names_and_shapes_are_checked_before_any_array_is_decoded(
     monkeypatch,
 ):
-    decoded: list[str] = []
+    decoded = []
     original = arrays.decode
 
     def noting(name: str, array: Array, *of: Any) -> torch.Tensor:

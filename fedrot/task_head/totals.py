@@ -129,7 +129,8 @@ def total_without(left_out: Sequence[int], groups: Groups) -> ClassSums:
         raise UpdateError("No other client has sent sums.")
     total = sum(kept[1:], kept[0])
     scarce = (total.counts < SCARCE).double() * total.kind.by_class
-    others = [groups[group] for group in left_out]
+    # A group may have sent sums of one body and none of another.
+    others = [groups[group] for group in left_out if group in groups]
     counts = scarce * sum((sums.counts for sums in others), torch.zeros(()))
     if not bool(counts.any()):
         return total

@@ -134,7 +134,7 @@ def accuracy(setup: str, told: Lie | None = None, rounds: int = ROUNDS) -> float
 LIES = [
     (sums, losses, 10)
     for sums in ("labels turned", "means of others", "one mean")
-    for losses in ("honest", "for the old head", "for the own sums", "inverted")
+    for losses in ("for the old head", "for the own sums", "inverted")
 ]
 
 

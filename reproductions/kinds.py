@@ -26,7 +26,7 @@ from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.strategy import KINDS, NAMED, Strategy
 from fedrot.simulations.summary import BOUNDS
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.registry import TASKS, named_tasks
+from fedrot.simulations.tasks.task_registry import TASKS, named_tasks
 from fedrot.strategies import FedRot
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.update import Moved, Update

@@ -22,7 +22,7 @@ from fedrot.simulations.run_folder import Cell, Row
 from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.simulations.summary import span
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.registry import TASKS
+from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.fitting.result import FEW
 from fedrot.symmetry import symmetry_of

@@ -31,7 +31,7 @@ from fedrot.simulations.tasks import (  # noqa: F401
     tagging,
     vision,
 )
-from fedrot.simulations.tasks.registry import TASKS, named_tasks
+from fedrot.simulations.tasks.task_registry import TASKS, named_tasks
 
 #: The largest number of seeds. A larger number is probably a seed.
 MOST_SEEDS = 10_000

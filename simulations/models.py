@@ -27,7 +27,7 @@ from fedrot.simulations.pretrained import (
     source_of,
 )
 from fedrot.simulations.scenario import Scenario, Settings
-from fedrot.simulations.tasks.registry import TASKS
+from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.tensors import Tensors
 
 #: The names of the feed-forward width and of dropouts in configurations, by

@@ -31,7 +31,7 @@ from fedrot.symmetry.groups import Group
 
 
 @dataclass(frozen=True)
-class Candidate:
+class MatchCandidate:
     """A group's match beside the squared distance that chance removes.
 
     Attributes:
@@ -49,7 +49,7 @@ def candidates_of(
     groups: Groups,
     matches: Sequence[Match],
     problem: Problem,
-) -> list[Candidate]:
+) -> list[MatchCandidate]:
     """Return the matches of groups beside the distances that chance removes.
 
     Without a formula, null models are drawn for groups with an element, unless
@@ -62,7 +62,7 @@ def candidates_of(
         # Chance of a group that does not move is not needed: no model is drawn.
         if known and chance is None and match.element is None:
             chance = 0.0
-        candidates.append(Candidate(group, match, chance))
+        candidates.append(MatchCandidate(group, match, chance))
     if not known or problem.options.chance == 0:
         return candidates
     far = {c.group.name: c for c in candidates if c.chance is None}
@@ -72,9 +72,9 @@ def candidates_of(
 
 
 def _drawn(
-    far: Sequence[Candidate],
+    far: Sequence[MatchCandidate],
     problem: Problem,
-) -> dict[str, Candidate]:
+) -> dict[str, MatchCandidate]:
     """Return candidates with chance by null models, by group.
 
     The groups share no tensor.
@@ -100,7 +100,7 @@ def _drawn(
             mean,
             inner=group.name in containers,
         )
-        candidates[group.name] = Candidate(group, candidate.match, mean, most)
+        candidates[group.name] = MatchCandidate(group, candidate.match, mean, most)
     return candidates
 
 
@@ -119,7 +119,7 @@ def without_common_tensors(groups: Iterable[Group]) -> list[list[Group]]:
 
 
 def beyond_chance(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[MatchCandidate],
     problem: Problem,
 ) -> list[bool]:
     """Return whether each group removes enough.
@@ -127,7 +127,7 @@ def beyond_chance(
     Groups of one action are judged together.
     """
 
-    def judge(members: Sequence[Candidate]) -> list[bool]:
+    def judge(members: Sequence[MatchCandidate]) -> list[bool]:
         gains = []
         needs = []
         for member in members:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.task_head.fit import with_task_head
+from fedrot.task_head.labelled_rows import labelled_rows
 from fedrot.task_head.outputs import OUTPUT_KINDS, problem_type_of
-from fedrot.task_head.rows import labelled_rows
 from fedrot.tensors import Tensors
 
 #: From 1/4 to 16, each 9 % above the one before; 1 is among them.

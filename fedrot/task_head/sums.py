@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fedrot.collect.statistics import GRAM, kind_named
 from fedrot.errors import UpdateError
 from fedrot.task_head.covariance import ROUNDING
+from fedrot.task_head.labelled_rows import labelled_rows
 from fedrot.task_head.outputs import OUTPUT_KINDS, SINGLE, OutputKind, problem_type_of
-from fedrot.task_head.rows import labelled_rows
 from fedrot.tensors import Tensors, unusable
 
 #: Accepted excess of features over their bounds: clients may compute in bfloat16.

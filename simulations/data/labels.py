@@ -21,7 +21,7 @@ from fedrot.simulations.data import Columns, Names
 from fedrot.simulations.data.partition import rows_by_number
 from fedrot.simulations.data.read import Content, Source, listed, refuse, refuse_rows
 from fedrot.simulations.scenario import Scenario
-from fedrot.simulations.tasks.registry import TASKS
+from fedrot.simulations.tasks.task_registry import TASKS
 
 Kind: TypeAlias = Literal["single", "multi", "regression"]
 METRICS_OF_KIND: Mapping[Kind, Names] = {

@@ -16,8 +16,8 @@ from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.models import PROBLEM_TYPES
 from fedrot.simulations.pretrained import pad_id_of
 from fedrot.simulations.saved.load import SavedModel
-from fedrot.simulations.tasks.registry import TASKS
 from fedrot.simulations.tasks.tagging import TokenClassification
+from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.simulations.tasks.training import Task, evaluate, step_batches, task_of
 from fedrot.task_head.choice import SHRINKAGES, Candidate, choose
 from fedrot.task_head.fit import fitted_task_heads, with_task_head

@@ -14,7 +14,7 @@ from fedrot.simulations.tasks.objective import (
     model_inputs,
     shortest_first,
 )
-from fedrot.simulations.tasks.registry import register
+from fedrot.simulations.tasks.task_registry import register
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -28,7 +28,7 @@ from fedrot.simulations.tasks.objective import (
     model_inputs,
     shortest_first,
 )
-from fedrot.simulations.tasks.registry import TASKS, read_encoded
+from fedrot.simulations.tasks.task_registry import TASKS, read_encoded
 
 #: Number of batches that are made at once, from shuffled rows sorted by length.
 _BUCKET = 16

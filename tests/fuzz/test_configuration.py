@@ -14,7 +14,7 @@ from fedrot.simulations.cli.app import app
 from fedrot.simulations.cli.commands import BAD_INPUT
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.strategy import NAMED, Strategy
-from fedrot.simulations.tasks.registry import TASKS
+from fedrot.simulations.tasks.task_registry import TASKS
 from tests.fuzz.cases import EDGES, fuzzed, misspelt, values
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from fedrot.simulations.experiment import (
     read_experiments,
 )
 from fedrot.simulations.strategy import NAMED, Strategy
-from fedrot.simulations.tasks.registry import TASKS
+from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.strategies import FedRot
 
 LORA = {"r": 8, "target_modules": ["query"]}

@@ -21,7 +21,7 @@ from fedrot.simulations import models
 from fedrot.simulations.data.tokenizers import bundled_tokenizer
 from fedrot.simulations.models import build_model, settings_of
 from fedrot.simulations.pretrained import PACKAGED, loading, pad_id_of, source_of
-from fedrot.simulations.tasks.registry import TASKS
+from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from tests.simulations.tasks.cases import (
     SIZES,

@@ -18,7 +18,7 @@ from PIL import Image
 
 from fedrot.simulations.data import pictures
 from fedrot.simulations.data.read import DataError
-from fedrot.simulations.tasks.registry import read_encoded
+from fedrot.simulations.tasks.task_registry import read_encoded
 from tests.simulations.data.files import chosen, write
 
 

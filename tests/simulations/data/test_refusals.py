@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedrot.simulations.data.read import DataError
-from fedrot.simulations.tasks.registry import read_encoded
+from fedrot.simulations.tasks.task_registry import read_encoded
 from tests.simulations.data.files import TEXTS, chosen, repeated, write
 from tests.simulations.data.test_images import png
 from tests.simulations.data.test_texts import MARKS, SPLIT, WORDS

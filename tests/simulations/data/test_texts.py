@@ -24,7 +24,7 @@ from fedrot.simulations.data.texts import (
     load_texts,
 )
 from fedrot.simulations.data.tokenizers import bundled_tokenizer
-from fedrot.simulations.tasks.registry import read_encoded
+from fedrot.simulations.tasks.task_registry import read_encoded
 from tests.simulations.data.files import TEXTS, chosen, repeated, shared_data, write
 from tests.simulations.data.wordpiece import SPECIAL_TOKENS, train_wordpiece
 

@@ -20,7 +20,7 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.data import IGNORED
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.objective import model_inputs
-from fedrot.simulations.tasks.registry import TASKS
+from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.simulations.tasks.training import Task, check_labels, check_model
 from tests.simulations.tasks.cases import (
     CASES,

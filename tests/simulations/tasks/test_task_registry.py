@@ -6,7 +6,7 @@ import pytest
 
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.tasks.classification import Classification
-from fedrot.simulations.tasks.registry import TASKS, named_tasks, register
+from fedrot.simulations.tasks.task_registry import TASKS, named_tasks, register
 from tests.simulations.tasks.cases import experiment_of
 
 
@@ -30,7 +30,7 @@ def test_a_registered_class_is_a_task(monkeypatch):
         architectures = ("distilbert",)
         usual_data = "notes"
 
-    monkeypatch.setattr("fedrot.simulations.tasks.registry.TASKS", TASKS.copy())
+    monkeypatch.setattr("fedrot.simulations.tasks.task_registry.TASKS", TASKS.copy())
     monkeypatch.setitem(TASKS, "mine", Mine)
     assert register(Mine) is Mine
     experiment = experiment_of("bert", task="mine")

@@ -23,7 +23,7 @@ from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid
 from fedrot.simulations.models import build_model
 from fedrot.simulations.run_folder import FIELDS, cells_of
-from fedrot.simulations.simulate import run_job
+from fedrot.simulations.simulate import CellResult, run_job
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from tests.simulations.commands import Fields, Rows
@@ -446,11 +446,11 @@ def test_cells_leave_no_model_behind(tmp_path):
         tensors = (o for o in gc.get_objects() if isinstance(o, torch.Tensor))
         return sum(map(torch.numel, tensors))
 
-    def tell(said: Any) -> None:
-        if said[0] == "cell":
-            *_, log, failed = said
+    def tell(message: Any) -> None:
+        if isinstance(message, CellResult):
             # Flower's log of a cell, and of no other.
-            assert (log.count("[ROUND 1/1]"), failed) == (1, "")
+            assert message.log.count("[ROUND 1/1]") == 1
+            assert not message.failure
             held.append(numbers())
 
     run_job(told, [1.0] * len(told), tmp_path / "nowhere", tell)

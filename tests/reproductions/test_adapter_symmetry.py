@@ -60,7 +60,7 @@ def test_evidence_decides():
     turned back.
     """
     drawn = drawing(6)
-    start = pair(5, width=64, outputs=48)
+    start = pair(drawing(5), width=64, outputs=48)
     noisy = {name: t + 0.2 * drawn(*t.shape) for name, t in start.items()}
     symmetry = adapter_symmetry(start)
     turned = fedrot.random_equivalent(noisy, symmetry, seed=1, parts=("adapters",))

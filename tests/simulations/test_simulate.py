@@ -269,7 +269,7 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
             told = row(
                 cell.strategy.name, 0, value, experiment="a", round=3, metric="loss"
             )
-            hear(job, ("cell", cell.name, [told], [], "", ""))
+            hear(job, runs.CellResult(cell.name, [told], [], ""))
         hear(job, Ended())
 
     monkeypatch.setattr(runs, "run_jobs", dying)
@@ -406,7 +406,7 @@ def test_what_is_known_and_said_of_the_data():
     assert [own["code"] for own in strategies] == ["FedAvg()", "FedRot(model.config)"]
     assert all(own["says"] for own in strategies)
     largest = int(np.bincount(task.data.train.labels).argmax())
-    said = " ".join(found.said)
+    said = " ".join(found.sentences)
     share = (task.data.test.labels == largest).mean()
     answer = f"always answers '{task.data.label_names[largest]}'"
     assert f"{answer} would have accuracy {share:.3f}." in said
@@ -416,16 +416,16 @@ def test_what_is_known_and_said_of_the_data():
     # Few rows to choose by are said, too.
     chosen = {"holdout": 0.5, "strategies": "fedavg,fit_head,guarded"}
     few = "Clients hold out 40 rows in all (seed 0), by which fit_head, guarded choose"
-    remarks = " ".join(checked(of(train_limit=80, **chosen)).said)
+    remarks = " ".join(checked(of(train_limit=80, **chosen)).sentences)
     assert few in remarks
     assert "leaves out" not in remarks
     assert "have 40 rows each" in remarks
     assert "holdout above 0.5" in remarks  # not one that the run has
     of_column = {"train_limit": 400, "partition": "column:label_name", **chosen}
-    remarks = " ".join(checked(of(**of_column)).said)
+    remarks = " ".join(checked(of(**of_column)).sentences)
     assert "hold out" not in remarks
     assert "(seed 0), of 7 values of 'label_name'." in remarks
-    assert "always" not in " ".join(checked(of(task="mlm", strategies="fedavg")).said)
+    assert "always" not in " ".join(checked(of(task="mlm", strategies="fedavg")).sentences)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_training_learns_with_the_same_bits_for_a_seed(task, monkeypatch):
     loss, state, found = trained(3)
     assert found["loss"] < fresh["loss"]
     note = lambda cost: noted[torch.is_inference_mode_enabled()].append(cost)  # noqa: E731
-    monkeypatch.setattr(training, "on_rows", note)
+    monkeypatch.setattr(training, "ON_ROWS", [note])
     again, same, scores = trained(3)
     # Notes change nothing: of the rows of each step, then of a part of those of each
     # batch.

@@ -425,7 +425,9 @@ def test_what_is_known_and_said_of_the_data():
     remarks = " ".join(checked(of(**of_column)).sentences)
     assert "hold out" not in remarks
     assert "(seed 0), of 7 values of 'label_name'." in remarks
-    assert "always" not in " ".join(checked(of(task="mlm", strategies="fedavg")).sentences)
+    assert "always" not in " ".join(
+        checked(of(task="mlm", strategies="fedavg")).sentences
+    )
 
 
 @pytest.mark.parametrize(

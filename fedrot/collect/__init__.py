@@ -1,4 +1,4 @@
-"""What a client collects: activations, Gram matrices, Fisher information."""
+"""Activations, Gram matrices and Fisher information, collected by a client."""
 
 # The import registers the collectors for their kinds of statistics.
 from fedrot.collect import fisher, gram

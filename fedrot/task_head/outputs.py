@@ -1,4 +1,4 @@
-"""What depends on a classifier's kind of outputs: labels, sums, task head, loss.
+"""The kinds of a classifier's outputs: their labels, sums, task head and loss.
 
 ``OUTPUT_KINDS`` has the kinds by their names in transformers, the ``problem_type``. A
 new kind is a subclass of ``OutputKind`` and an entry there.

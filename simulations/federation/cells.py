@@ -1,4 +1,4 @@
-"""How a cell of an experiment runs in Flower's strategy loop."""
+"""Cells of experiments, each run in Flower's strategy loop."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Sites with a csv each, federated."""

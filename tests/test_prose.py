@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(
         path
         for folder in ("docs", "examples")
@@ -20,7 +20,7 @@ PAGES = [
 ]
 ROOM = 1500
 #: Maximum number of words of a page with another limit than ``ROOM``.
-ROOMS = {"README.md": 900, "docs/symptoms.md": 2000, "docs/methods.md": 2000}
+ROOMS = {"README.md": 930, "docs/symptoms.md": 2000, "docs/methods.md": 2000}
 #: What is not written, and what is written in its place.
 INSTEAD = {
     r"stretch(es)?": "slice",
@@ -81,3 +81,14 @@ def test_what_a_page_names_exists(page):
     for name in FILE.findall(text):
         places = (ROOT / name, ROOT / "strategies" / name, page.parent / name)
         assert "NAME" in name or any(place.exists() for place in places), name
+
+
+def test_what_is_called_stable_is_public():
+    page = (ROOT / "docs" / "reference" / "stable.md").read_text(encoding="utf-8")
+    names = [name.rpartition(".") for name in CODE.findall(page)]
+    assert {"FedRot", "LabelledRows"} <= {name for _, _, name in names}
+    for module, _, name in names:
+        assert name in pkgutil.resolve_name(module).__all__
+    commands = re.findall(r"`fedrot ([\w-]+)`", page)
+    overview = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
+    assert sorted(commands) == sorted(re.findall(r"\| `fedrot ([\w-]+)`", overview))

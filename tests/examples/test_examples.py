@@ -30,6 +30,7 @@ INSTITUTIONS = EXAMPLES / "institutions"
 SECURE = EXAMPLES / "secure-aggregation"
 LANGUAGE = EXAMPLES / "llm-lora"
 CLASSIFIER = EXAMPLES / "lora-classifier"
+OWN = EXAMPLES / "own-csv"
 BASELINE = ROOT / "baselines" / "label-skew-text"
 TEXTS = ("a fine film , I liked it", "a dull film , I hated it")
 
@@ -82,21 +83,22 @@ class Run(Federation):
         assert self.status("local") == "finished:completed", log
         return log
 
-    def serve(self):
-        """Start a SuperLink and two SuperNodes, in one Flower home, as the quickstart's
-        page does.
+    def serve(self, sites):
+        """Start a SuperLink and a SuperNode for each site, in one Flower home, as the
+        quickstart's page does; each knows its csv.
         """
         offline = f"UV_OFFLINE=1 UV_CACHE_DIR={self.folder / 'uv'}"
         self.start(
             "superlink", f"{offline} flower-superlink --insecure --port {self.port}"
         )
         self.until(self.listens, "the SuperLink listens")
-        for node in range(2):
+        for node, site in enumerate(sites):
+            own = f'csv="{site}" site="site {node}"'
+            config = f"partition-id={node} num-partitions={len(sites)} {own}"
             self.start(
                 f"node{node}",
                 f"flower-supernode --insecure --superlink 127.0.0.1:{self.port} "
-                f"--port {self.node_ports[node]} --node-config "
-                f'"partition-id={node} num-partitions=2"',
+                f"--port {self.node_ports[node]} --node-config {shlex.quote(config)}",
             )
 
     def deployed(self, app, settings):
@@ -179,6 +181,17 @@ def toy(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def sites(tmp_path_factory):
+    """The csv of two sites, of forty and of twenty reviews."""
+    folder = tmp_path_factory.mktemp("sites")
+    for name, count in (("north", 40), ("south", 20)):
+        header, *rows = reviews(count)
+        named = [(text, ("bad", "good")[label]) for text, label in rows]
+        save_rows(folder / f"{name}.csv", header, *named)
+    return [folder / "north.csv", folder / "south.csv"]
+
+
+@pytest.fixture(scope="module")
 def language(tmp_path_factory):
     """A language model of random weights and some instructions, as settings of its
     example.
@@ -231,11 +244,13 @@ def test_the_quickstart_runs_in_simulation_and_fits_the_task_head_as_its_page_sa
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_all_run_unchanged_on_a_superlink_with_two_supernodes(run, toy, language):
+def test_all_run_unchanged_on_a_superlink_with_two_supernodes(
+    run, toy, language, sites
+):
     """One federation for all: every request to a node starts a process, and these are
     slow.
     """
-    run.serve()
+    run.serve(sites)
     aligned_once(run.deployed(QUICKSTART, toy))
     log = run.deployed(CLASSIFIER, f'{toy} lora-ranks="2+4" fraction-evaluate=0.0')
     assert "factors of 4 modules have no mean: their ranks differ" in log, log
@@ -248,6 +263,37 @@ def test_all_run_unchanged_on_a_superlink_with_two_supernodes(run, toy, language
     ], log
     log = run.deployed(SECURE, "clients=2 rows=60 num-server-rounds=1")
     assert re.search(r"loss before: [\d.]+, after 1 rounds: [\d.]+", log), log
+    log = run.deployed(OWN, f'{model_of(toy)} labels="bad,good" num-server-rounds=1')
+    assert rows_of_sites(log) == {"site 0": 8, "site 1": 4}, log
+
+
+def model_of(settings):
+    """Return the setting of the model's name."""
+    return next(part for part in settings.split() if part.startswith("model-name"))
+
+
+def rows_of_sites(log):
+    """Return the number of test rows by site, from the last lines of a log."""
+    found = re.findall(r"([\w ]+): test rows: ([\d.]+)", log)
+    return {site: float(rows) for site, rows in found}
+
+
+def test_every_site_has_a_csv_and_figures_of_its_own(run, toy, sites, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    out = tmp_path / "out"
+    log = run.simulated(
+        OWN,
+        2,
+        f'{model_of(toy)} labels="bad,good" data-folder="{sites[0].parent}" '
+        f'num-server-rounds=1 out="{out}"',
+    )
+    assert rows_of_sites(log) == {"north": 8, "south": 4}, log
+    # One in five rows chooses the head; no other row does.
+    assert re.search(r"Before round 1, 2 clients, 12 held-out rows", log), log
+    assert "north: accuracy" in (out / "rows.jsonl").read_text()
+    model = AutoModelForSequenceClassification.from_pretrained(out)
+    assert model.config.id2label == {0: "bad", 1: "good"}
 
 
 @pytest.mark.long
@@ -302,7 +348,7 @@ def test_clients_of_different_ranks_train_a_classifier(run, toy, tmp_path):
     assert peft.PeftConfig.from_pretrained(tmp_path / "saved").r == 4
 
 
-APPS = [QUICKSTART, INSTITUTIONS, SECURE, LANGUAGE, CLASSIFIER]
+APPS = [QUICKSTART, OWN, INSTITUTIONS, SECURE, LANGUAGE, CLASSIFIER]
 
 
 @pytest.mark.parametrize("app", APPS, ids=lambda app: app.name)

@@ -142,9 +142,10 @@ def align(
     """Find the group element that brings ``update`` closest to ``anchor``.
 
     The stages (``fedrot.matching.problem.STAGES``) run in a fixed order. Each is solved
-    in closed form, given the stages before: head permutation, rotation (Zhang et al.
-    2025, Eq. 8-10), scale (Eq. 11-12), neuron permutation (Eq. 7). No stage increases
-    the squared distance to the anchor beyond rounding.
+    in closed form, given the stages before: the residual stream and the output layer if
+    they are among the parts, heads and queries, what is inside the heads (rotations:
+    Zhang et al. 2025, Eq. 8-10), experts, neurons (Eq. 7). No stage increases the
+    squared distance to the anchor beyond rounding.
 
     Args:
         update: the client's tensors, float64, float32, float16 or bfloat16, on any

@@ -134,16 +134,21 @@ class RunningAnchor(AnchorRule):
     _weight = 0.0
 
     def accept(self, aligned: Tensors, weight: float) -> None:
-        """Move the anchor towards the update."""
-        before = self._weight
-        super().accept(aligned, weight)
-        share = 1 - before / self._weight
-        self.current = self.current.towards_last(self.mean.current, share)
+        """Move the anchor towards the update, the last one that it was matched to."""
+        self._follow(aligned, weight)
 
     def include(self, aligned: Tensors, weight: float) -> None:
-        """Add the update to the mean; the anchor follows at the next ``accept``."""
+        """Move the anchor towards the update, to which it was not matched."""
+        # The anchor's movement is not known: its bounds hold no longer.
+        self.current.forget()
+        self._follow(aligned, weight)
+
+    def _follow(self, aligned: Tensors, weight: float) -> None:
+        before = self._weight
         super().include(aligned, weight)
-        self._weight += weight
+        self._weight = before + weight
+        share = 1 - before / self._weight
+        self.current = self.current.towards_last(self.mean.current, share)
 
 
 #: The rules by name. Plug-ins add theirs.

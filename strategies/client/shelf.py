@@ -1,6 +1,7 @@
 """``Shelf``: a client's folder of bodies, kept between requests.
 
-A body is all tensors of a model but those of its task head.
+A body is a model. Its key is a hash in which the task head's values do not count: two
+models with one body and different heads are one body.
 """
 
 from __future__ import annotations

@@ -144,7 +144,10 @@ class Averaged:
     def result(
         self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None
     ) -> Aggregated:
-        """Return the merged model, after the base strategy has aggregated the mean."""
+        """Return the merged model.
+
+        Any base strategy but ``FedAvg`` aggregates the mean as one update.
+        """
         record = self.record
         record.accepted = len(self._contents)
         merged, is_plain = self._merged(wrapped)

@@ -41,9 +41,9 @@ class RoundRecord:
     other_basis: int = 0
     notes: dict[str, str] = field(default_factory=dict)
     guard: dict[str, float | int] = field(default_factory=dict)
-    #: The sentence and the metrics of an aggregation of adapters, instead of
-    #: alignment's; the metrics of a fitted head are among them.
+    #: The sentence of an aggregation of adapters, in place of alignment's.
     sentence: str = ""
+    #: The metrics of an aggregation of adapters, and those of a fitted head.
     measured: dict[str, float] = field(default_factory=dict)
     #: With ``Reporting(hashes=True)``: the rows with hashes of the averaged updates,
     #: and of the model.
@@ -70,7 +70,7 @@ class RoundRecord:
             self.drop(client, refusal(error))
 
     def fail(
-        self, client: int, reason: str, who: str = "Received error in reply from node"
+        self, client: int, reason: str, who: str = "Received error in reply from client"
     ) -> None:
         """Record a client that answered with an error."""
         reason = legible(reason)

@@ -6,13 +6,15 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from fedrot import AlignmentOptions, align_round
 from fedrot.aggregation import Mean
-from fedrot.alignment.anchors import ANCHORS, AnchorRule, finder
+from fedrot.alignment.anchors import ANCHORS, AnchorRule, RunningAnchor, finder
 from fedrot.matching.anchor import Anchor
+from fedrot.symmetry.groups import Move, apply_moves
 from fedrot.tensors import Tensors, check_update
-from tests.models import near, state_of, symmetry_for
+from tests.models import copied, near, state_of, symmetry_for
 
 NAME = "bert-classifier"
 
@@ -43,6 +45,25 @@ def test_a_rule_that_follows_the_mean_gets_the_shared_one_or_its_own():
         rules[1].accept({}, 1.0)
     assert rules[1].mean is shared
     assert rules[0].mean.weight == shared.weight == 3
+
+
+def test_an_anchor_that_moved_towards_an_update_of_another_order_certifies_nothing():
+    """The mean of two orders of neurons has equal neurons, two and two."""
+    base, symmetry = state_of(NAME), symmetry_for(NAME)
+    options = AlignmentOptions(parts=("ffn",), chance=0)
+    rule = RunningAnchor(Anchor(base), finder(base, symmetry, options))
+    first = near(base, 1e-3, 1)
+    rule.accept(rule.align(first).move(first), 1.0)
+    groups = [group for group in symmetry.groups if group.part == "ffn"]
+    pairs = torch.arange(groups[0].action.n).view(-1, 2).flip(1).flatten()
+    swaps = [Move(group, pairs) for group in groups]
+    rule.include(apply_moves(base, swaps), 1.0)
+    # A client that has the mean's neurons in the other order.
+    client = apply_moves(copied(dict(rule.mean.current)), swaps)
+    moves = rule.align(client).moves
+    assert {move.group.name for move in moves} == {group.name for group in groups}
+    for move in moves:
+        assert (move.element == pairs).all()
 
 
 def test_what_fedrots_rules_promise():

@@ -259,7 +259,8 @@ class ReplyStrategy(PlaysRounds):
             min_replies=self.server.min_replies,
         )
         arrays, metrics = merge.result(wrapped, moved_broadcast)
-        arrays = arrays and self.finished(arrays, record)
+        if arrays is not None:
+            arrays = self.finished(arrays, record)
         ours = record.metrics(self.aligns)
         if self.reporting.hashes:
             broadcast = from_arrays(self._broadcast)

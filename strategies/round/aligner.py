@@ -100,6 +100,7 @@ class ToAnchor(Aligner):
         on_gpu = plan.device.type != "cpu" and shared is not None
         self._by_layer = on_gpu and self.by_layers and self.rule_class.by_layers
         check_update(broadcast, plan.symmetry.shapes)
+        self._compared = 0
         self.rule = self.rule_at(broadcast, shared)
 
     def rule_at(self, base: Tensors, shared: Mean | None) -> AnchorRule:
@@ -120,6 +121,7 @@ class ToAnchor(Aligner):
     def move(self, update: Update) -> Moved:
         """Return the update in the round's coordinates, see ``Aligner``."""
         plan = self.plan
+        self._compared += 1
         self.record.other_basis += in_other_basis(
             update.tensors, self.broadcast, plan.symmetry
         )
@@ -160,7 +162,7 @@ class ToAnchor(Aligner):
     def close(self) -> None:
         """Log how many replies seem to come from another basis."""
         if self.record.other_basis:
-            log(WARNING, _OTHERS, self.record.other_basis, len(self.record.reports))
+            log(WARNING, _OTHERS, self.record.other_basis, self._compared)
 
     def moved_broadcast(self) -> Callable[[], Tensors] | None:
         """Return a function for the broadcast model in these coordinates, or None."""

@@ -71,6 +71,8 @@ def play(
         moved = None
         with record.dropping(update.client):
             moved = aligner.move(update)
+        # The merge drops by itself what its aggregator refuses; another error there is
+        # no client's.
         added = None if moved is None else merge.add(moved)
         if added is not None:
             aligner.follow(update, added)

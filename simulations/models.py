@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from torch.nn import Module
 
 from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors, load_adapter
-from fedrot.simulations.data.tokenizers import bundled_tokenizer
 from fedrot.simulations.pooled_classifier import (
     PooledForSequenceClassification,
     pooling_of,
@@ -30,17 +28,8 @@ from fedrot.simulations.scenario import Scenario, Settings
 from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.tensors import Tensors
 
-#: The names of the feed-forward width and of dropouts in configurations, by
-#: architecture.
-_NAMES = {
-    **dict.fromkeys(
-        ("bert", "vit"),
-        ("intermediate_size", "hidden_dropout_prob", "attention_probs_dropout_prob"),
-    ),
-    "distilbert": ("hidden_dim", "dropout", "attention_dropout", "seq_classif_dropout"),
-    "gpt2": ("n_inner", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
-    "llama": ("intermediate_size", "attention_dropout"),
-}
+#: The names of the feed-forward width in configurations; the first that there is.
+_INNER = ("intermediate_size", "hidden_dim", "n_inner")
 _LOG = logging.getLogger("flwr")
 #: Names of classification problems in transformers, by kind of the labels.
 PROBLEM_TYPES = {
@@ -151,7 +140,13 @@ def settings_of(scenario: Scenario, data: Any) -> Any:
         return pretrained_settings(scenario.model)
     architecture = scenario.architecture
     width = scenario.width
-    inner, *dropouts = _NAMES[architecture]
+    usual = transformers.AutoConfig.for_model(architecture).to_dict()
+    inner = next(name for name in _INNER if name in usual)
+    dropouts = [
+        name
+        for name, value in usual.items()
+        if "drop" in name and isinstance(value, float)
+    ]
     sizes = {
         "hidden_size": width,
         "num_hidden_layers": scenario.layers,
@@ -160,38 +155,13 @@ def settings_of(scenario: Scenario, data: Any) -> Any:
         # the width.
         inner: 8 * width // 3 if architecture == "llama" else 4 * width,
         **dict.fromkeys(dropouts, scenario.dropout),
+        **TASKS[scenario.task].sizes_of_inputs(scenario, data),
     }
-    if architecture == "vit":
-        sizes |= {
-            "image_size": data.side,
-            "patch_size": _patch_size(data.side),
-            "num_channels": data.channels,
-        }
-    else:
-        vocabulary = bundled_tokenizer().get_vocab()
-        sizes |= {
-            "vocab_size": len(vocabulary),
-            "max_position_embeddings": scenario.max_length,
-            "pad_token_id": vocabulary["[PAD]"],
-            "bos_token_id": vocabulary["[CLS]"],
-            "eos_token_id": vocabulary["[SEP]"],
-        }
     if architecture == "gpt2":
         # With untied tables the last norm can be folded, so that the stream can be
         # rotated.
         sizes["tie_word_embeddings"] = False
     return transformers.AutoConfig.for_model(architecture, **sizes)
-
-
-def _patch_size(side: int) -> int:
-    """Return the largest divisor of a side up to its square root.
-
-    It is 2 for 8, 4 for 28 and 32, 8 for 64.
-    """
-    patch = math.isqrt(side)
-    while side % patch:
-        patch -= 1
-    return patch
 
 
 def _with_adapter(model: Any, adapter: Settings, task_type: str) -> Module:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-Architecture = Literal["", "bert", "distilbert", "gpt2", "llama", "vit"]
 #: Options and other values by name.
 Settings = Mapping[str, Any]
 
@@ -54,9 +53,7 @@ class Scenario(BaseModel):
     model: str | None = Field(
         None, description="Folder, hub name, minilm; default: a small new one."
     )
-    architecture: Architecture = Field(
-        "", description="Of the small model; default: by task."
-    )
+    architecture: str = Field("", description="Of the small model; default: by task.")
     layers: PositiveInt = Field(2, description="Layers of the small model.")
     width: PositiveInt = Field(128, description="Hidden size of the small model.")
     heads: PositiveInt = Field(4, description="Attention heads of the small model.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from fedrot.simulations.scenario import Architecture, Scenario
+from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.tasks.objective import (
     Batch,
     EncodedData,
@@ -37,7 +37,7 @@ class Classification(Objective):
     """
 
     name = "classification"
-    architectures: tuple[Architecture, ...] = ("bert", "distilbert", "gpt2", "llama")
+    architectures: tuple[str, ...] = ("bert", "distilbert", "gpt2", "llama")
     auto_model = "SequenceClassification"
     peft = "SEQ_CLS"
     classifies = True

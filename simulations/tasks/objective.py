@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fedrot.simulations.data import BUNDLED, Names
-from fedrot.simulations.scenario import Architecture, Scenario
+from fedrot.simulations.scenario import Scenario
 
 # Help reads the traits of tasks: what computes is imported at first use.
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Objective(ABC):
     """
 
     name: str
-    architectures: tuple[Architecture, ...]
+    architectures: tuple[str, ...]
     auto_model: str
     usual_data: str = BUNDLED
     peft: str = ""
@@ -69,6 +69,20 @@ class Objective(ABC):
 
         Raises ``DataError``.
         """
+
+    @staticmethod
+    def sizes_of_inputs(scenario: Scenario, data: Any) -> dict[str, int]:
+        """Return what a small model's configuration says about its inputs."""
+        from fedrot.simulations.data.tokenizers import bundled_tokenizer
+
+        vocabulary = bundled_tokenizer().get_vocab()
+        return {
+            "vocab_size": len(vocabulary),
+            "max_position_embeddings": scenario.max_length,
+            "pad_token_id": vocabulary["[PAD]"],
+            "bos_token_id": vocabulary["[CLS]"],
+            "eos_token_id": vocabulary["[SEP]"],
+        }
 
     def usable(self, encoded: Any, rows: ndarray) -> ndarray:
         """Return the rows that have something to predict; default: all rows."""

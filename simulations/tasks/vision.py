@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from fedrot.simulations.data import DIGITS
 from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.tasks.classification import Classification
@@ -26,3 +29,22 @@ class ImageClassification(Classification):
         from fedrot.simulations.data.pictures import encoded_images
 
         return encoded_images(scenario)
+
+    @staticmethod
+    def sizes_of_inputs(scenario: Scenario, data: Any) -> dict[str, int]:
+        return {
+            "image_size": data.side,
+            "patch_size": _patch_size(data.side),
+            "num_channels": data.channels,
+        }
+
+
+def _patch_size(side: int) -> int:
+    """Return the largest divisor of a side up to its square root.
+
+    It is 2 for 8, 4 for 28 and 32, 8 for 64.
+    """
+    patch = math.isqrt(side)
+    while side % patch:
+        patch -= 1
+    return patch

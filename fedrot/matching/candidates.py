@@ -16,8 +16,8 @@ from fedrot.matching.chance import (
     line_of,
     near_chance,
     null_models,
-    quantile,
-    required,
+    quantile_of_null,
+    threshold_of,
 )
 from fedrot.matching.problem import (
     Groups,
@@ -59,7 +59,8 @@ def candidates_of(
     candidates = []
     for group, match in zip(groups, matches, strict=True):
         chance = near_chance(problem, group, match.before)
-        # Chance of a group that does not move is not needed: no model is drawn.
+        # Chance of a group that does not move is not needed: no model is drawn, and the
+        # threshold 0 decides nothing.
         if known and chance is None and match.element is None:
             chance = 0.0
         candidates.append(MatchCandidate(group, match, chance))
@@ -92,7 +93,7 @@ def _drawn(
     for candidate, gains in zip(far, zip(*draws, strict=True), strict=True):
         group = candidate.group
         mean = statistics.fmean(gains)
-        most = quantile(
+        most = quantile_of_null(
             group,
             anchor,
             cast(Tensor, candidate.match.element),
@@ -129,12 +130,12 @@ def beyond_chance(
 
     def judge(members: Sequence[MatchCandidate]) -> list[bool]:
         gains = []
-        needs = []
+        thresholds = []
         for member in members:
             match = member.match
             gains.append(match.gain)
-            needs.append(
-                required(
+            thresholds.append(
+                threshold_of(
                     problem,
                     member.group,
                     match.before,
@@ -142,6 +143,6 @@ def beyond_chance(
                     member.quantile,
                 )
             )
-        return beyond(gains, needs)
+        return beyond(gains, thresholds)
 
     return in_batches(candidates, lambda member: type(member.group.action), judge)

@@ -9,7 +9,7 @@ null model is drawn and matched like a client: ``t a + s g`` with standard Gauss
 and ``s``.
 
 A group moves if it removes more than a quantile of what noise removes, see
-``requirement``.
+``threshold``.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ NEAR = 0.05
 ENOUGH = 2000
 MOST_DRAWS = 8
 
-#: Noise exceeds ``requirement`` at most once in this many groups. So noise moves a
+#: Noise exceeds ``threshold`` at most once in this many groups. So noise moves a
 #: group in at most 1 % of the rounds, if a round has up to 100,000 pairs of client and
 #: group.
 ONCE_IN = 10_000_000
 
-#: The grid of ``quantile``: the number of values, and the ratio of each to the one
-#: before.
+#: The grid of ``quantile_of_null``: the number of values, and the ratio of each to the
+#: one before.
 _LEVELS = 100
 _STEP = 1.2
 
@@ -77,16 +77,16 @@ def near_chance(
     return free / entries * anchor.spread.factor(group, entries) * before
 
 
-def requirement(
+def threshold(
     group: Group,
     before: float,
     chance: float,
     factor: float,
     quantile: float = math.inf,
 ) -> float:
-    """Return the squared distance that a group has to remove to be beyond chance.
+    """Return the squared distance beyond chance, given what chance removes.
 
-    This is the larger of ``factor`` times chance and a quantile of what noise removes,
+    It is the larger of ``factor`` times chance and a quantile of what noise removes,
     see ``ONCE_IN``. Near the anchor, the share that a group with free dimensions
     removes from noise has a beta distribution. The factor multiplies the odds ``share /
     (1 - share)``, so that never the whole distance is required.
@@ -95,28 +95,28 @@ def requirement(
         before: the group's squared distance to the anchor.
         chance: the squared distance that chance removes on average.
         factor: ``AlignmentOptions.chance``.
-        quantile: of the function ``quantile``, if null models were drawn.
+        quantile: of ``quantile_of_null``, if null models were drawn.
     """
     if factor == 0 or before <= 0 or (chance <= 0 and quantile == math.inf):
         return 0.0
     share = min(max(chance / before, 0.0), 1.0)
     times = factor * share / (1 + (factor - 1) * share)
     if group.action.free:
-        quantile = min(before * _quantile(group.action.free, share), quantile)
+        quantile = min(before * _beta_quantile(group.action.free, share), quantile)
     return max(before * times, quantile)
 
 
-def required(
+def threshold_of(
     problem: Problem,
     group: Group,
     before: float,
     chance: float | None,
     quantile: float = math.inf,
 ) -> float:
-    """Return the squared distance that a group has to remove to be beyond chance.
+    """Return the squared distance that a group of a problem has to remove to move.
 
-    The result is 0 inside a moved head, because the head's place was chosen for the
-    best element. It is infinite if all blocks of the anchor or of the client are 0 or
+    It is that of ``threshold``, but 0 inside a moved head, because the head's place was
+    chosen for the best element. It is infinite if all blocks of the anchor or of the client are 0 or
     denormal.
     """
     if before > problem.anchor.size(group) / 4:  # else neither can be 0
@@ -127,7 +127,7 @@ def required(
             return math.inf
     if chance is None or group.within in problem.applied:
         return 0.0
-    return requirement(
+    return threshold(
         group,
         before,
         chance,
@@ -136,23 +136,23 @@ def required(
     )
 
 
-def least(
+def lower_threshold(
     problem: Problem,
     group: Group,
     before: float,
 ) -> float:
-    """Return a lower bound of ``required``.
+    """Return a lower bound of ``threshold_of``.
 
     A group whose gain is certainly smaller need not be solved exactly.
     """
     chance = near_chance(problem, group, before)
-    needed = required(problem, group, before, chance)
+    needed = threshold_of(problem, group, before, chance)
     if chance is None or needed == math.inf:
         return needed
     return min(needed, problem.options.chance * chance)
 
 
-def quantile(
+def quantile_of_null(
     group: Group,
     anchor: Tensors,
     element: Tensor,
@@ -215,7 +215,7 @@ def quantile(
 
 def beyond(
     gains: Sequence[float],
-    required: Sequence[float],
+    thresholds: Sequence[float],
 ) -> list[bool]:
     """Return which groups of one action remove enough.
 
@@ -223,14 +223,14 @@ def beyond(
     are beyond chance (the median is), all are accepted. A single group is evidence only
     for itself.
     """
-    both = list(zip(gains, required, strict=True))
+    both = list(zip(gains, thresholds, strict=True))
     judged = [gain / needed for gain, needed in both if needed > 0]
     together = bool(judged) and statistics.median(judged) >= 1
     return [together or gain >= needed for gain, needed in both]
 
 
 @lru_cache(maxsize=4096)
-def _quantile(
+def _beta_quantile(
     free: int,
     share: float,
 ) -> float:

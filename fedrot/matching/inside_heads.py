@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedrot.matching.chance import beyond, least
+from fedrot.matching.chance import beyond, lower_threshold
 from fedrot.matching.pairs import Pairs, squared_distance
 from fedrot.matching.problem import Groups, Match, Problem, in_batches, solves
 from fedrot.matching.procrustes import best_orders, polar, singular_values
@@ -133,7 +133,7 @@ class HeadSolver(ABC):
         # One transfer from the device for all groups.
         before = torch.stack(distances).tolist()
         required = [
-            least(problem, group, problem.finite(distance, group))
+            lower_threshold(problem, group, problem.finite(distance, group))
             for group, distance in zip(groups, before, strict=True)
         ]
         cross = torch.stack(crosses)

@@ -53,7 +53,7 @@ class Match:
         gain: decrease of the objective, in units of squared distance. It differs from
             ``before - after`` for head permutations, which include the best rotation
             inside the heads, and if activations are used. If no element gains enough
-            (``matching.chance.required``), ``gain`` may be an upper bound, and
+            (``matching.chance.threshold_of``), ``gain`` may be an upper bound, and
             ``element`` is None.
         certified: squared distances ``[n]`` of the units, if they prove that the
             identity is optimal.

@@ -262,10 +262,10 @@ REQUIRED = [
 
 @pytest.mark.parametrize(("group", "given_", "expected"), REQUIRED)
 def test_what_is_required_is_the_quantile_or_the_factor(group, given_, expected):
-    assert chance.requirement(group, *given_) == pytest.approx(expected, rel=0.01)
-    assert chance.requirement(LARGE, 100.0, 2.0, 1.0) > 2.001
+    assert chance.threshold(group, *given_) == pytest.approx(expected, rel=0.01)
+    assert chance.threshold(LARGE, 100.0, 2.0, 1.0) > 2.001
     for share in (0.3, 0.9, 0.99):
-        assert share < chance.requirement(ONE, 1.0, share, 1.5) <= 1
+        assert share < chance.threshold(ONE, 1.0, share, 1.5) <= 1
 
 
 @pytest.mark.parametrize(("free", "entries"), [(1, 4), (3, 10), (28, 100)])
@@ -356,7 +356,7 @@ def test_what_noise_removes_stays_below_its_quantile(part, inner, scale):
         for move in alignment.moves:
             if move.group is group:
                 how = (group, state, move.element, line_of(group, state, null))
-                bounds.append((removed[-1], partial(chance.quantile, *how)))
+                bounds.append((removed[-1], partial(chance.quantile_of_null, *how)))
     mean = sum(removed) / len(removed)
     assert all(found < bound(mean, inner) for found, bound in bounds)
     # The bounds are not empty: orders that were really there are far beyond them.
@@ -383,7 +383,7 @@ def test_the_quantile_of_heads_counts_four_times_the_norm_of_those_that_move():
     norm = squared(group, state)
     most = 2 * 0.5 * (2 * 1.2 * 4 * norm * math.log(chance.ONCE_IN * 100)) ** 0.5
     line = chance.NullLine(0.0, 0.5)
-    found = chance.quantile(group, state, torch.tensor([1, 0]), line, 3.0, True)
+    found = chance.quantile_of_null(group, state, torch.tensor([1, 0]), line, 3.0, True)
     assert found == pytest.approx(3 + most)
 
 
@@ -401,7 +401,7 @@ def test_the_quantile_of_orders_bounds_all_of_them_together():
     length = way - way**2 / (4 * squared(group, state))
     expected = 2 * 0.5 * (entries * length) ** 0.5 * cosine - 0.25 * way
     line = chance.NullLine(0.25, 0.5)
-    found = chance.quantile(group, state, order, line, 3.0, False)
+    found = chance.quantile_of_null(group, state, order, line, 3.0, False)
     assert found == pytest.approx(expected, rel=1e-6)
 
 

@@ -116,8 +116,8 @@ def threshold_of(
     """Return the squared distance that a group of a problem has to remove to move.
 
     It is that of ``threshold``, but 0 inside a moved head, because the head's place was
-    chosen for the best element. It is infinite if all blocks of the anchor or of the client are 0 or
-    denormal.
+    chosen for the best element. It is infinite if all blocks of the anchor or of the
+    client are 0 or denormal.
     """
     if before > problem.anchor.size(group) / 4:  # else neither can be 0
         largest = norms(problem.pairs(group)).amax(0)

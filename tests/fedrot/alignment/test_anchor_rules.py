@@ -52,7 +52,7 @@ def test_an_anchor_that_moved_towards_an_update_of_another_order_certifies_nothi
     base, symmetry = state_of(NAME), symmetry_for(NAME)
     options = AlignmentOptions(parts=("ffn",), chance=0)
     rule = RunningAnchor(Anchor(base), finder(base, symmetry, options))
-    first = near(base, 1e-3, 1)
+    first = near(base, 1e-2, 1)
     rule.accept(rule.align(first).move(first), 1.0)
     groups = [group for group in symmetry.groups if group.part == "ffn"]
     pairs = torch.arange(groups[0].action.n).view(-1, 2).flip(1).flatten()

@@ -74,7 +74,7 @@ class AlignmentReport:
     def __str__(self) -> str:
         lines = [
             f"squared distance to the anchor {self.before:.4g} -> {self.after:.4g}, "
-            f"{self.share():.1%} removed in {self.seconds:.2f} s"
+            f"{self.share():z.1%} removed in {self.seconds:.2f} s"
         ]
         for part in dict.fromkeys(group.part for group in self.groups):
             rows = self._of([part])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite, nan, sqrt
+from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,8 @@ BOUNDS: dict[str, str] = {}
 CENTRAL = "central"
 #: The start of the scope of rows about a client's rows.
 OF_CLIENT = "client:"
+#: The metric of how many rows a client holds out.
+ROWS = "held-out-rows"
 LOWER_IS_BETTER = frozenset(
     {"loss", "calibrated_loss", "ece", "perplexity", "pseudo_perplexity"}
 )
@@ -32,6 +34,14 @@ ROUNDING = 1e-6
 #: A model has learned if its accuracy or macro F1 exceeds that of naming one class by
 #: more than this.
 LEARNED = 0.02
+#: Verdicts on differences that decide nothing, with an interval or without need of one.
+NOISE = {"same", "within noise"}
+#: Fewer seeds do not show what is noise.
+ENOUGH_SEEDS = 3
+#: A strategy is cheaper if another one's messages have so many times its bytes.
+CHEAPER = 1.1
+#: The largest usual learning rate where AdamW trains all layers of a pretrained model.
+USUAL_RATE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -69,11 +79,10 @@ def paired_difference(
     mean = float(np.mean(differences))
     if max(map(abs, differences)) <= ROUNDING:
         return Paired(mean, nan, n, "same")
-    sd = float(np.std(differences, ddof=1)) if n > 1 else 0.0
-    if sd <= ROUNDING * abs(mean):
+    error = float(stats.sem(differences)) if n > 1 else 0.0
+    if error <= ROUNDING * abs(mean):
         return Paired(mean, nan, n, "no interval")
-    quantile = float(stats.t.ppf(0.975, n - 1))
-    half = quantile * sd / sqrt(n)
+    half = float(stats.t.ppf(0.975, n - 1)) * error
     if abs(mean) <= half:
         return Paired(mean, half, n, "within noise")
     return Paired(mean, half, n, "better" if (mean < 0) == lower_is_better else "worse")
@@ -95,6 +104,8 @@ class Standing:
         values: metrics of the global model on the test rows, [seeds, metrics].
         worst: the headline metric of the worst client on its held-out rows, mean over
             seeds.
+        measured: by seed, how many clients have held-out rows.
+        worst_rows: by seed, how many the worst client has, if it is known.
         megabytes, requests: size of all messages and their number, mean over seeds. NaN
             if unknown.
         against: metric -> difference from the reference.
@@ -104,9 +115,11 @@ class Standing:
     about: Row
     values: DataFrame
     worst: float
+    measured: Sequence[int]
+    worst_rows: Sequence[int]
     megabytes: float
     requests: float
-    against: Mapping[str, Paired] = field(default_factory=dict)
+    against: dict[str, Paired] = field(default_factory=dict)
 
     @property
     def bound(self) -> str:
@@ -157,9 +170,14 @@ class Verdict:
         judged: the metrics that decide: the headline metric, macro F1 beside accuracy,
             the loss. The last one ranks.
         standings: strategies with results, in the experiment's order.
+        models: those that give a model of a federation.
         reference: the strategy that others are compared with.
-        recommended: the strategy to use; the reference if no other one is better beyond
-            noise.
+        best: the strategy with the best mean of those that are better than the
+            reference; the reference if no other one is better beyond noise.
+        recommended: the strategy to use: the cheapest one within noise of ``best``.
+        scored: how many classes have test rows, if not all have.
+        measured: how many clients have held-out rows: ``3 of 6``.
+        notes: see ``notes_of``.
         most_frequent: share of the largest class of the clients' rows; NaN without
             classes.
         learned: whether a strategy has learned more than to name the most frequent
@@ -170,15 +188,15 @@ class Verdict:
     metrics: Sequence[str]
     judged: Sequence[str]
     standings: Sequence[Standing]
+    models: Sequence[Standing]
     reference: Standing
+    best: Standing
     recommended: Standing
+    scored: str
+    measured: str
+    notes: Sequence[str]
     most_frequent: float
     learned: bool
-
-    @property
-    def models(self) -> list[Standing]:
-        """The strategies that give a model of a federation."""
-        return [standing for standing in self.standings if not standing.bound]
 
     @property
     def undecided(self) -> bool:
@@ -186,7 +204,7 @@ class Verdict:
         if self.recommended is not self.reference or len(self.standings) < 2:
             return False
         return all(
-            standing.against[self.judged[0]].n < 3
+            standing.against[self.judged[0]].n < ENOUGH_SEEDS
             for standing in self.standings
             if standing is not self.reference
         )
@@ -220,9 +238,10 @@ def verdict(run: Run, name: str) -> Verdict | None:
 
     The reference is FedAvg, else the first strategy that gives a model, of those with
     finite values. A strategy is better if one of the judged metrics is better beyond
-    noise, and none is worse. Of those, the one with the best mean of the ranking metric
-    is recommended. Joint training and strategies that give no model are never
-    recommended.
+    noise, and none is worse. Of those, one has the best mean of the ranking metric. The
+    cheapest strategy within noise of it is recommended, which is also better than the
+    reference, if this one is. Joint training and strategies that give no model are
+    never recommended.
     """
     frame = _last_rounds([row for row in run.rows if row["experiment"] == name])
     central = frame[frame["scope"] == CENTRAL]
@@ -244,38 +263,41 @@ def verdict(run: Run, name: str) -> Verdict | None:
         if CENTRAL in {*rows["scope"]}:
             standings.append(_standing(about, rows, headline))
     finite = [standing for standing in standings if isfinite(standing.mean(ranking))]
-    first = min(
+    reference = min(
         finite or standings,
         key=lambda standing: (standing.name != REFERENCE, bool(standing.bound)),
     )
-    place = standings.index(first)
-    standings = [
-        replace(
-            standing,
-            against={metric: standing.difference(first, metric) for metric in judged},
-        )
-        for standing in standings
-    ]
-    reference = standings[place]
-    better = [
-        standing
-        for standing in standings
-        if standing.judgement == "better" and not standing.bound
-    ]
+    for standing in standings:
+        for metric in judged:
+            standing.against[metric] = standing.difference(reference, metric)
+    models = [standing for standing in standings if not standing.bound]
+    better = [standing for standing in models if standing.judgement == "better"]
     sign = 1 if ranking in LOWER_IS_BETTER else -1
-    recommended = min(
+    best = min(
         better,
         key=lambda standing: sign * standing.against[ranking].mean,
         default=reference,
     )
+    cheaper = [
+        standing
+        for standing in better or models
+        if standing.megabytes * CHEAPER <= best.megabytes
+        and len(standing.values) >= ENOUGH_SEEDS
+        and {standing.difference(best, metric).verdict for metric in judged} <= NOISE
+    ]
     most_frequent, learned = _learned(experiment, standings)
     return Verdict(
         experiment=name,
         metrics=metrics,
         judged=judged,
         standings=standings,
+        models=models,
         reference=reference,
-        recommended=recommended,
+        best=best,
+        recommended=min(cheaper, key=lambda standing: standing.megabytes, default=best),
+        scored=experiment.get("scored", ""),
+        measured=f"{span(reference.measured or [0])} of {experiment.get('clients', 0)}",
+        notes=[*notes_of(experiment)],
         most_frequent=most_frequent,
         learned=learned,
     )
@@ -300,10 +322,15 @@ def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
     values = frame[scopes == CENTRAL].pivot(
         index="seed", columns="metric", values="value"
     )
-    clients = frame[scopes.str.startswith(OF_CLIENT) & (frame["metric"] == headline)]
-    worst = clients.groupby("seed")["value"].agg(
-        "max" if headline in LOWER_IS_BETTER else "min"
+    clients = (
+        frame[scopes.str.startswith(OF_CLIENT)]
+        .pivot(index=["seed", "scope"], columns="metric", values="value")
+        .reindex(columns=[headline, ROWS])
+        .dropna(subset=headline)
+        .sort_values(headline, ascending=headline not in LOWER_IS_BETTER)
+        .groupby("seed")
     )
+    worst = clients.first()
     messages = (
         frame[scopes == "messages"]
         .groupby("metric")["value"]
@@ -314,10 +341,29 @@ def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
         name=about["name"],
         about=about,
         values=values,
-        worst=worst.mean(),
+        worst=worst[headline].mean(),
+        measured=[*clients.size()],
+        worst_rows=[*worst[ROWS].dropna().astype(int)],
         megabytes=(messages["bytes-sent"] + messages["bytes-received"]) / 1e6,
         requests=messages["requests"],
     )
+
+
+def notes_of(experiment: Row) -> Iterator[str]:
+    """Yield what to know of an experiment, as in ``config.json``, without a full stop.
+
+    A learning rate above ``USUAL_RATE`` is for small new models, and for adapters.
+    """
+    if experiment.get("model") and not experiment["lora"]:
+        strategies = experiment["strategies"].values()
+        rate = max(own["learning_rate"] or experiment["lr"] for own in strategies)
+        if rate > USUAL_RATE:
+            yield (
+                f"Learning rate {rate:g} is high for a pretrained model: where AdamW "
+                "trains all layers, 2e-5 to 1e-4 are usual. The default, 1e-3, fits "
+                "small models from scratch, and is the same with a pretrained one. Try "
+                "--set lr=5e-5"
+            )
 
 
 def _learned(experiment: Row, standings: Sequence[Standing]) -> tuple[float, bool]:

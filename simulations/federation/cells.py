@@ -25,6 +25,7 @@ from fedrot.simulations.models import (
     tensors_of,
 )
 from fedrot.simulations.run_folder import Cell, Row, read_rows
+from fedrot.simulations.summary import ROWS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies import (
@@ -119,7 +120,10 @@ class CellRun(Cell):
                     self.record(
                         f"client:{client}",
                         server_round,
-                        training.evaluate(model, task, task.train, rows),
+                        {
+                            ROWS: len(rows),
+                            **training.evaluate(model, task, task.train, rows),
+                        },
                     )
         return metrics
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isnan
 
-from fedrot.simulations.report.tables import format_difference, number, spoken
+from fedrot.simulations.report.tables import NONE, format_difference, number, spoken
 from fedrot.simulations.summary import (
     LOWER_IS_BETTER,
     ROUNDING,
@@ -39,6 +39,12 @@ def lead(verdict: Verdict) -> str:
     if ours is not verdict.reference:
         scores, _ = _gains(verdict)
         advice = f"Use {ours.name}: {scores}"
+        if ours is not verdict.best:
+            top = verdict.best
+            advice += (
+                f". Within noise of {top.name}, which costs "
+                f"{top.megabytes / ours.megabytes:.1f} times the bytes"
+            )
     elif verdict.undecided:
         advice = (
             "Undecided: fewer than three seeds do not show what is noise. Run five "
@@ -74,7 +80,7 @@ def _best(verdict: Verdict, metric: str) -> str:
 def sentences(verdict: Verdict) -> list[str]:
     """Return the sentences below ``lead``.
 
-    They tell gains, noise, the worst client, messages and other strategies.
+    They tell gains, noise, the worst client, messages, other strategies, and notes.
     """
     ours = verdict.recommended
     if ours is verdict.reference:
@@ -82,7 +88,7 @@ def sentences(verdict: Verdict) -> list[str]:
     else:
         _, gains = _gains(verdict)
         lines = [f"Also {gain}" for gain in gains]
-    lines += [*_noise(verdict), *_costs(verdict), *_others(verdict)]
+    lines += [*_noise(verdict), *_costs(verdict), *_others(verdict), *verdict.notes]
     return [f"{line}." for line in lines]
 
 
@@ -107,15 +113,23 @@ def _costs(verdict: Verdict) -> Iterator[str]:
     ours = verdict.recommended
     reference = verdict.reference
     metric = spoken(verdict.judged[0])
-    worst = number(ours.worst)
+    worst = _worst(ours)
     messages = _messages(ours)
     if ours is not reference:
-        worst += f", {reference.name} {number(reference.worst)}"
+        worst += f", {reference.name} {_worst(reference)}"
         messages += f"; {reference.name} {_messages(reference)}"
     if not isnan(ours.worst):
-        yield f"Worst client, on its own held-out rows: {metric} {worst}"
+        yield (
+            f"Worst client, on its own held-out rows: {metric} {worst}; "
+            f"{verdict.measured} clients have such rows"
+        )
     if not isnan(ours.megabytes):
         yield f"All messages of the run: {messages}"
+
+
+def _worst(standing: Standing) -> str:
+    """Return the worst client's metric and its rows: ``0.500 (rows: 3 to 4)``."""
+    return f"{number(standing.worst)} (rows: {span(standing.worst_rows or NONE)})"
 
 
 def _messages(standing: Standing) -> str:

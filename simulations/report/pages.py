@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from fedrot.alignment.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
 from fedrot.simulations import summary
 from fedrot.simulations.report import findings, plots, tables
 from fedrot.simulations.run_folder import OF_GROUP, Row, read_rows, read_run
+from fedrot.strategies.reporting.rows import scalars
 from fedrot.strategies.reporting.verdict import ends
 
 #: Results of a round's diagnosis, in words.
@@ -107,20 +107,12 @@ def _is_of_strategy(row: Row) -> bool:
 
 
 def _series(rows: Iterable[Row]) -> plots.Series:
-    """Return rounds and values of the metrics by name.
-
-    A list becomes one metric per entry, and null NaN.
-    """
+    """Return rounds and values of the metrics by name."""
     series: dict[str, dict[int, float]] = {}
     for row in rows:
-        for metric, value in row.get("metrics", {}).items():
-            name = f"{row['stage']}/{metric}"
-            values = {name: value}
-            if isinstance(value, list):
-                values = {f"{name}/{place}": entry for place, entry in enumerate(value)}
-            for full, number in values.items():
-                known = nan if number is None else float(number)
-                series.setdefault(full, {})[row["round"]] = known
+        for metric, value in scalars(row.get("metrics", {})):
+            values = series.setdefault(f"{row['stage']}/{metric}", {})
+            values[row["round"]] = value
     return {name: sorted(by_round.items()) for name, by_round in series.items()}
 
 

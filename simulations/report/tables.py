@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
-from typing import Any, Literal, NamedTuple, TypeAlias
+from operator import itemgetter
+from typing import Literal, NamedTuple, TypeAlias
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
@@ -18,8 +19,11 @@ from fedrot.symmetry import NO_LAYER
 WIDEST = 26
 #: What stands where there is no number.
 NONE = "-"
+NO_DIFFERENCE = "no difference"
 #: Smaller shares found by alignment are shown as 0.
 NOTHING = 0.005
+#: Digits after the point, behind which a number is 0.
+DIGITS = 6
 #: Larger shares have the full colour.
 FULL = 0.5
 
@@ -69,7 +73,8 @@ class Table:
 def results_table(verdict: Verdict, metrics: Sequence[str]) -> Table:
     """Return a line per strategy.
 
-    It has metrics, the difference from the reference, the worst client and bytes.
+    It has metrics, the difference from the reference, the worst client, how many rows
+    this one holds out, and bytes.
     """
     headline = verdict.judged[0]
     lines = []
@@ -84,6 +89,7 @@ def results_table(verdict: Verdict, metrics: Sequence[str]) -> Table:
                 *map(number, means),
                 difference,
                 number(standing.worst),
+                span(standing.worst_rows or NONE),
                 number(standing.megabytes),
             )
         )
@@ -91,10 +97,11 @@ def results_table(verdict: Verdict, metrics: Sequence[str]) -> Table:
         "strategy",
         *map(spoken, metrics),
         f"{spoken(headline)} against {verdict.reference.name}",
-        "worst client",
+        f"worst client ({verdict.measured})",
+        "its rows",
         "MB",
     )
-    return _table(header, lines, ("strategy",))
+    return _table(header, lines, ("strategy",), verdict.scored)
 
 
 def lost_table(rows: Iterable[Row]) -> Table | None:
@@ -122,13 +129,14 @@ def _table(
     header: Sequence[str],
     lines: Iterable[Sequence[str]],
     texts: Container[str],
+    title: str = "",
 ) -> Table:
     """Return a table without the columns that are unknown in all lines."""
     columns = [
         column for column in zip(header, *lines, strict=True) if {*column[1:]} != {NONE}
     ]
     header, *lines = zip(*columns, strict=True)
-    return Table("", header, lines, texts)
+    return Table(title, header, lines, texts)
 
 
 class TableCell(NamedTuple):
@@ -142,6 +150,8 @@ class TableCell(NamedTuple):
     kind: str = ""
 
 
+#: The part, layer and round of a row of alignment.
+_place = itemgetter("part", "layer", "round")
 #: The names of columns; and the names of lines with their cells, empty ones are None.
 Grid: TypeAlias = tuple[Sequence[object], Mapping[str, Sequence[TableCell | None]]]
 
@@ -186,11 +196,6 @@ def heat_map(rows: Iterable[Row]) -> Grid:
     return rounds, grid
 
 
-def _place(row: Mapping[str, Any]) -> tuple[str, int, int]:
-    """Return the part, layer and round of a row of alignment."""
-    return row["part"], row["layer"], row["round"]
-
-
 def _share_cell(shares: Shares) -> TableCell:
     share = shares.share if abs(shares.share) >= NOTHING else 0.0
     by_chance = shares.chance is not None and shares.ratio <= 1
@@ -199,12 +204,14 @@ def _share_cell(shares: Shares) -> TableCell:
         kind = "chance"
     elif share < 0:
         kind = "grew"
-    return TableCell(f"{100 * share:.0f}", min(abs(share) / FULL, 1.0), kind)
+    return TableCell(f"{100 * share:z.0f}", min(abs(share) / FULL, 1.0), kind)
 
 
 def format_difference(difference: Paired) -> str:
     """Return ``+0.095 [+0.061, +0.129]``, or the verdict if there is no number."""
-    if difference.verdict == "same" or isnan(difference.mean):
+    if difference.verdict == "same":
+        return NO_DIFFERENCE
+    if isnan(difference.mean):
         return difference.verdict
     return format_interval(difference, "+")
 
@@ -212,6 +219,8 @@ def format_difference(difference: Paired) -> str:
 def format_interval(value: Paired, sign: Literal["", "+"] = "") -> str:
     """Return ``0.412 [0.301, 0.523]``, without an unknown interval."""
     mean = number(value.mean, sign)
+    if sign and not round(value.mean, DIGITS):
+        mean = NO_DIFFERENCE
     if isnan(value.smallest):
         return mean
     low = number(value.mean - value.smallest, sign)
@@ -226,14 +235,14 @@ def number(value: float, sign: Literal["", "+"] = "") -> str:
     """
     if isnan(value):
         return NONE
-    value = round(value, 6) + 0.0  # never -0.000
+    value = round(value, DIGITS)
     size = abs(value)
     style = ".3g"
     if size == 0 or 0.001 <= size < 100:
         style = ".3f"
     elif 100 <= size < 1e6:
         style = ".0f"
-    return f"{value:{sign}{style}}"
+    return f"{value:{sign if value else 'z'}{style}}"
 
 
 def spoken(metric: str) -> str:

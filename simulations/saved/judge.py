@@ -148,7 +148,7 @@ def verdict(
         f"{len(task.test)} held-out rows.{advice}"
     )
     for name, values in {**scores, "merged": merged_scores}.items():
-        figures = (f"{metric} {value:.3f}" for metric, value in values.items())
+        figures = (f"{metric} {value:z.3f}" for metric, value in values.items())
         sentences.append(f"{name}: {', '.join(figures)}.")
     return merged, [first, *sentences]
 
@@ -207,7 +207,7 @@ def _fitted(
     before = float(votes.means(old)[:, ONE])
     return changed, [
         f"The task head is {which} at {temperature_in_words(choice.temperature)}: "
-        f"loss {loss:.3f} on {len(held_out)} other rows, {before:.3f} before."
+        f"loss {loss:.3f} on {len(held_out)} other rows, {before:.3f} before the fit."
     ]
 
 

@@ -79,22 +79,24 @@ class FittedTaskHead:
         certainty = "standard error"
         if abs(self.change) <= 2 * self.error:
             certainty = "standard error: within noise"
-        taken = "the model before"
+        compared = "with no difference from the old model's"
+        if round(self.change, 6):
+            side = "lower" if self.change < 0 else "higher"
+            by = f"{abs(self.change):.2g} ± {self.error:.1g} ({certainty})"
+            compared = f"{side} than the old model's by {by}"
+        taken = "the old model"
         if self.fitted:
             taken = f"{_TAKEN[self.share]} with a fitted head"
         log(
             INFO,
             "%s, %d clients, %g held-out rows: taken is %s. The loss of the best model "
-            "with a fitted head is %.4g, %s than before by %.2g ± %.1g (%s); %s.",
+            "with a fitted head is %.4g, %s; %s.",
             when,
             self.clients,
             self.rows,
             taken,
             self.losses[2],
-            "lower" if self.change < 0 else "higher",
-            abs(self.change),
-            self.error,
-            certainty,
+            compared,
             temperature_in_words(self.temperature),
         )
         if self.rows < FEW:

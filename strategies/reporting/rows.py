@@ -40,7 +40,7 @@ def report_metrics(
         )
     if reporting.on_round is not None:
         reporting.on_round(
-            number, {f"{stage}/{name}": value for name, value in _scalars(metrics)}
+            number, {f"{stage}/{name}": value for name, value in scalars(metrics)}
         )
 
 
@@ -56,14 +56,13 @@ def reporting_evaluations(reporting: Reporting, evaluate: Evaluate) -> Evaluate:
     return reported
 
 
-def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield names and numbers; a list has one for each entry, and null is NaN."""
     for name, value in metrics.items():
         if isinstance(value, (list, tuple)):
-            yield from (
-                (f"{name}/{index}", float(item)) for index, item in enumerate(value)
-            )
+            yield from scalars({f"{name}/{i}": entry for i, entry in enumerate(value)})
         else:
-            yield name, float(value)
+            yield name, math.nan if value is None else float(value)
 
 
 def begin_rows(path: Path, after_round: int | None) -> None:

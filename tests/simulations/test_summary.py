@@ -290,7 +290,7 @@ def test_the_worst_client_is_the_mean_over_seeds_of_the_lowest():
         for more in ({}, {"round": 0}, {"metric": "train-loss"})
     ]
     assert judged([*FEDAVG, *rows]).recommended.worst == pytest.approx(0.15)
-    worst = "Worst client, on its own held-out rows: accuracy 0.150"
+    worst = "Worst client, on its own held-out rows: accuracy 0.150 (rows: -); 3 of 0"
     assert worst in told([*FEDAVG, *rows])
     perplexity = [
         {**own, "metric": own["metric"].replace("accuracy", "perplexity")}
@@ -298,6 +298,92 @@ def test_the_worst_client_is_the_mean_over_seeds_of_the_lowest():
     ]
     levelled = levels("fedavg", {"perplexity": BASE})
     assert judged([*levelled, *perplexity]).recommended.worst == pytest.approx(0.9)
+
+
+def test_rows_and_clients_behind_the_worst_one_are_counted():
+    """In seed 1 the lowest of two clients has one row; a third client has none."""
+    rows = []
+    for seed, client, value, size in (
+        (0, "a", 0.5, 4),
+        (0, "b", 0.25, 3),
+        (0, "c", 0.75, 9),
+        (1, "a", 0.0, 1),
+        (1, "b", 0.25, 8),
+    ):
+        scores = {"accuracy": value, "held-out-rows": size, "train-loss": 0.1}
+        for metric, score in scores.items():
+            scope = f"client:{client}"
+            rows.append(row("fedavg", seed, score, scope=scope, metric=metric))
+    rows.append(row("fedavg", 1, 0.1, scope="client:d", metric="train-loss"))
+    found = judged([*FEDAVG, *rows], clients=6)
+    worst = found.recommended
+    assert (worst.worst, worst.worst_rows, worst.measured) == (0.125, [3, 1], [3, 2])
+    said = "accuracy 0.125 (rows: 1 to 3); 2 to 3 of 6 clients have such rows."
+    assert said in " ".join(sentences(found))
+
+
+#: Differences of accuracy and of losses from the best strategy, messages in bytes,
+#: number of seeds; what is recommended.
+CHEAP = [
+    (WIDE, WIDE, 2.5e5, 3, "cheap"),
+    ((0.0,) * 3, (0.0,) * 3, 2.5e5, 3, "cheap"),
+    # It costs as much; worse in one metric; a constant difference has no interval.
+    (WIDE, WIDE, 9.5e5, 3, "best"),
+    (WIDE, (0.1, 0.11, 0.12), 2.5e5, 3, "best"),
+    ((-0.1,) * 3, WIDE, 2.5e5, 3, "best"),
+    (WIDE, WIDE, math.nan, 3, "best"),
+    # Two seeds do not show what is noise.
+    (WIDE, WIDE, 2.5e5, 2, "best"),
+]
+
+
+@pytest.mark.parametrize(("accuracy", "loss", "size", "seeds", "expected"), CHEAP)
+@pytest.mark.parametrize("is_reference", [False, True])
+def test_the_cheapest_within_noise_of_the_best_is_named(
+    accuracy, loss, size, seeds, expected, is_reference
+):
+    best = "fedavg" if is_reference else "best"
+    gained, lost = raised(0.5), raised(-0.2)
+    rows = [
+        *of(best, gained, lost),
+        *of("cheap", np.add(gained, accuracy), np.add(lost, loss), size),
+        *of("dearer", np.add(gained, WIDE), np.add(lost, WIDE), 5e5),
+    ]
+    if not is_reference:
+        rows = [*of("fedavg", raised(-1, NONE), raised(1, NONE), 1e4), *rows]
+    rows = [row for row in rows if row["seed"] < seeds]
+    found = judged(rows)
+    dearer = "dearer" if seeds == 3 else "best"
+    wanted = {"best": dearer}.get(expected, expected).replace("best", best)
+    assert (found.best.name, found.recommended.name) == (best, wanted)
+    times = {"cheap": "4.0", "dearer": "2.0"}.get(wanted)
+    costs = f". Within noise of {best}, which costs {times} times the bytes."
+    assert (costs in lead(found)) == (times is not None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rates", "rate"),
+    [
+        ({"lr": 1e-3}, [None], "0.001"),
+        ({"lr": 5e-5}, [None, 2e-4], "0.0002"),
+        ({"lr": 1e-4}, [None], ""),
+        # Others than the default decide.
+        ({"lr": 1e-3}, [1e-5, 2e-5], ""),
+        ({"lr": 1e-3, "model": None}, [None], ""),
+        ({"lr": 1e-3, "lora": {"r": 8}}, [None], ""),
+    ],
+)
+def test_a_high_learning_rate_of_a_pretrained_model_is_noted(fields, rates, rate):
+    about = {"model": "encoder", "lora": {}, **fields}
+    names = [f"s{place}" for place in range(len(rates))]
+    strategies = [
+        strategy(name, learning_rate=own)
+        for name, own in zip(names, rates, strict=True)
+    ]
+    rows = [row for name in names for row in of(name, BASE, BASE)]
+    found = judged(rows, *strategies, **about)
+    notes = [one for one in sentences(found) if "Learning rate" in one]
+    assert [note.split()[2] for note in notes] == ([rate] if rate else [])
 
 
 @pytest.mark.parametrize(

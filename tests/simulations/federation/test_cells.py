@@ -298,6 +298,8 @@ def test_what_is_recorded(play):
         assert losses == pytest.approx([size / 10] * 2)
         scores = [*found("accuracy", **of_client).values()]
         assert scores == pytest.approx([start + 2 * mean(sizes)])
+        rows = [*found("held-out-rows", **of_client).values()]
+        assert rows == [len(held[client])]
     first = [
         row["metric"]
         for row in played.rows

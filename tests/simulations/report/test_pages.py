@@ -80,10 +80,26 @@ def test_the_page_and_the_terminal_begin_with_the_verdict(tmp_path):
     )
     assert "  FedRot(fit_head)" in lines
     assert all(any(line.startswith(name) for line in lines) for name in GAINS)
+    # How many clients and classes stand behind the numbers, and by how many rows.
+    told = " ".join(" ".join(lines).split())
+    worst = "accuracy 0.550 (rows: 4 to 5), fedavg 0.500 (rows: 4 to 5)"
+    assert f"held-out rows: {worst}; 3 of 8 clients have such rows." in told
+    assert "- Learning rate 0.001 is high for a pretrained model" in told
+    assert "Scores know 5 of 6 classes." in told
     parts = [
         "Use fit_head: accuracy 0.670, fedavg 0.620",
         "<code>FedRot(fit_head)<",
+        "4 to 5), fedavg 0.500 (rows: 4 to 5); 3 of 8 clients have such rows.",
+        "Learning rate 0.001 is high",
         "mean over 5 seeds",
+        "Results in numbers",
+        "<caption>Scores know 5 of 6 classes.<",
+        'fedavg" class="number">-<',
+        ">fit_head<",
+        '"accuracy" class="number">0.670<',
+        "+0.050 [+0.048, +0.052]",
+        '"worst client (3 of 8)" class="number">0.550<',
+        '"its rows" class="number">4 to 5<',
         "<dt>fit_head</dt><dd>It is fit_head.<",
         "Seed 0",
         ">client (its rows)<",
@@ -95,10 +111,6 @@ def test_the_page_and_the_terminal_begin_with_the_verdict(tmp_path):
         "loss (lower is better), 5 seeds",
         "Grey: no more than they remove from noise",
         '>attention, layer 0</th> <td class="found" style="--strength: 0.60">30</td>',
-        'fedavg" class="number">-<',
-        ">fit_head<",
-        '"accuracy" class="number">0.670<',
-        "+0.050 [+0.048, +0.052]",
         "Lost replies",
         "NaN in 'w'",
         "simulate --data 'a <b>.csv'",
@@ -195,6 +207,7 @@ def test_the_page_stands_beside_its_file(tmp_path):
         "Round 4: verdict 4.",
         "evaluate/per_class/1: 0.250 in round 1 → 0.750 in round 3.",
         "server/accuracy: 0.100 in round 1 → 0.300 in round 3.",
+        "train/loss: 1.000 to 0.333; train/rate: 0.100 to",
         ">attention, layer 0</th>",
         ">residual</th>",
         ">7<",
@@ -202,7 +215,6 @@ def test_the_page_stands_beside_its_file(tmp_path):
         "<NaN> in 'a'<",
         ">failed<",
         "Round 2: 0 good replies, 1 needed.",
-        "train/loss: 1.000 to 0.333; train/rate: 0.100 to",
     ]
     has_in_order(page, parts)
     assert len(Outline(page).links) == 1

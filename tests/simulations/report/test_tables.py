@@ -31,6 +31,7 @@ from tests.simulations.report.runs import group
         (-0.000123, "-0.000123"),
         (-4e-7, "0.000"),
         (-0.0, "0.000"),
+        (4e-7, "0.000"),
         (312.34, "312"),
         (6012.3, "6012"),
         (2.5e6, "2.5e+06"),
@@ -40,6 +41,8 @@ from tests.simulations.report.runs import group
 )
 def test_numbers_never_look_like_zero_unless_they_are(value, shown):
     assert number(value) == shown
+    signed = value > 0 and shown != "0.000"
+    assert number(value, "+") == ("+" * signed) + shown
 
 
 def test_an_interval_stands_behind_its_mean():
@@ -51,9 +54,11 @@ def test_an_interval_stands_behind_its_mean():
     )
     shown = [
         format_difference(paired_difference(own))
-        for own in ([], [0.0, 1e-9], [math.nan], [0.1])
+        for own in ([], [0.0, 1e-9], [math.nan], [0.1], [0.1, -0.1])
     ]
-    assert shown == ["no interval", "same", "not finite", "+0.100"]
+    none = "no difference"
+    zero = f"{none} [-1.271, +1.271]"
+    assert shown == ["no interval", none, "not finite", "+0.100", zero]
 
 
 def test_the_terminal_breaks_headers_before_it_breaks_intervals():

@@ -84,8 +84,8 @@ def test_a_head_that_is_worse_on_held_out_rows_is_not_taken(
     )
     with caplog.at_level("INFO", logger="flwr"):
         found = SINGLE.fitted([SINGLE.client(*pair) for pair in pairs])
-    assert "taken is the model before" in caplog.text
-    assert "higher than before" in caplog.text
+    assert "taken is the old model" in caplog.text
+    assert "higher than the old model's by" in caplog.text
     assert "90 held-out rows are few" in caplog.text
     assert not found.fitted
     assert found.losses[1] < found.losses[2]

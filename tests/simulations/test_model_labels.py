@@ -53,19 +53,25 @@ KINDS = {
         transformers.ViTConfig(**VISION, image_size=8, patch_size=4, num_channels=1),
     ),
 }
+
+
+def backwards(names: list[str]) -> list[str]:
+    return names[::-1]
+
+
 #: A case, the kind of the saved model, its labels by those of the data, and a word of
 #: what is said; empty: nothing.
 SAVED: dict[str, tuple[str, str, Callable[[list[str]], list[str]], str]] = {
     "same": ("bert", "bert", lambda names: [n.upper() for n in names], ""),
-    "reversed": ("bert", "bert", lambda names: names[::-1], "names"),
-    "a decoder": ("gpt2", "gpt2", lambda names: names[::-1], "names"),
+    "reversed": ("bert", "bert", backwards, "names"),
+    "a decoder": ("gpt2", "gpt2", backwards, "names"),
     "more": ("bert", "bert", lambda names: ["x", *names], "label: none"),
     "fewer": ("bert", "bert", lambda names: names[1:], "such a label: "),
-    "several": ("multi", "bert", lambda names: names[::-1], "names"),
+    "several": ("multi", "bert", backwards, "names"),
     "a score": ("regression", "bert", lambda _: ["LABEL_0"], ""),
-    "tags": ("ner bert", "tagger", lambda names: names[::-1], "names"),
+    "tags": ("ner bert", "tagger", backwards, "names"),
     "tags for texts": ("bert", "tagger", lambda _: ["O", "B-X"], "such a label: "),
-    "images": ("image", "vit", lambda names: names[::-1], "names"),
+    "images": ("image", "vit", backwards, "names"),
     "images of names": (
         "image",
         "vit",

@@ -118,16 +118,11 @@ def test_a_state_dict_has_the_names_of_peft_and_those_of_wrappers(which):
         for name, tensor in model.state_dict().items()
         if "lora_" in name or "modules_to_save.default" in name
     }
-    assert trained.keys().isdisjoint(tensors)
-    plain = plain_names(trained)
-    assert plain.keys() == tensors.keys()
-    assert plain_names(tensors) == tensors
+    assert plain_names(trained).keys() == tensors.keys() == plain_names(tensors).keys()
     settings = LoraSettings.of(model.peft_config["default"])
     updates = [AdapterUpdate(own, 1.0, settings) for own in (tensors, trained)]
     found, _ = average_adapters(updates, settings)
     assert largest_difference(found, tensors) < 1e-9
-    both = {**trained, **{n.replace("default", "o"): t for n, t in trained.items()}}
-    assert plain_names(both) is both
 
 
 def test_settings_are_read_from_files():

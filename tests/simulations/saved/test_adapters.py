@@ -200,14 +200,14 @@ def test_names_of_a_state_dict_are_those_of_peft(how, a, b, tmp_path):
             name = re.sub(r"(?<=classifier)", f".modules_to_save{adapter}", name)
         return before + name
 
-    expected = {m: (first + products(b)[m]) / 2 for m, first in products(a).items()}
-    files = load_file(a / WEIGHTS).keys()
+    run("merge", a, b, "--out", tmp_path / "expected")
     for folder in (b, a):
         change(folder, lambda ts: {named(n): t for n, t in ts.items()}, WEIGHTS)
         out = tmp_path / folder.name / "out"
-        run("merge", a, b, "--rank", 4, "--out", out)
-        assert load_file(out / WEIGHTS).keys() == files
-        assert close(products(out), expected, atol=1e-5)
+        run("merge", a, b, "--out", out)
+        assert close(
+            load_file(out / WEIGHTS), load_file(tmp_path / "expected" / WEIGHTS)
+        )
 
 
 DAMAGED = {

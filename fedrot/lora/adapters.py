@@ -22,6 +22,15 @@ T = TypeVar("T")
 _FIRST = re.compile(
     r"(?P<start>(?P<module>.+)\.lora_(?P<kind>embedding_)?)A(?P<rest>(\..+)?)"
 )
+#: Parts of names in a model's state dict that PEFT's files do not have: those of
+#: wrappers (DataParallel, torch.compile, FSDP), and the adapter's name.
+_EXTRA = re.compile(
+    r"^((module|_orig_mod)\.)+|\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\."
+    r"|\bmodules_to_save\.[^.]+\."
+    r"|(?<=\.lora_[AB])\.(?!weight$|bias$)[^.]+"
+    r"|(?<=\.lora_embedding_[AB])\.[^.]+"
+    r"|(?<=\.lora_magnitude_vector)\..+"
+)
 #: PEFT's prefix of the names of a model's modules.
 _WRAPPER = "base_model.model."
 _WHOLE = (
@@ -170,6 +179,20 @@ def by_pattern(pattern: Mapping[str, T], module: str, default: T) -> T:
         if re.match(rf"(.*\.)?({key})$", name):
             return value
     return default
+
+
+def plain_name(name: str) -> str:
+    """Return the name of an adapter's tensor as PEFT's files have it.
+
+    Example: ``plain_name("module.x.lora_A.default.weight")`` is ``x.lora_A.weight``.
+    """
+    return _EXTRA.sub("", name)
+
+
+def plain_names(tensors: Tensors) -> Tensors:
+    """Return an adapter under the names of PEFT's files; several stay as they are."""
+    renamed = {plain_name(name): tensor for name, tensor in tensors.items()}
+    return renamed if len(renamed) == len(tensors) else tensors
 
 
 def pairs_of(tensors: Mapping[str, Any]) -> tuple[Pair, ...]:

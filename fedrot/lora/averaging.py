@@ -18,6 +18,8 @@ from fedrot.lora.adapters import (
     check_rank,
     factors,
     pairs_of,
+    plain_name,
+    plain_names,
     rescale,
     wide_factors,
 )
@@ -170,6 +172,11 @@ class AdapterAverage:
                 f"The update is a {type(update).__name__}; pass an AdapterUpdate."
             )
         tensors = update.tensors
+        if self._like and tensors.keys() != self._like.keys():
+            # A state dict's names have wrappers and the adapter's name in them.
+            names = {plain_name(name): name for name in self._like}
+            plain = plain_names(tensors).items()
+            tensors = {names.get(name, name): tensor for name, tensor in plain}
         pairs = pairs_of(tensors)
         settings = LoraSettings.of(update.settings)
         check_weight(update.weight)
@@ -179,7 +186,7 @@ class AdapterAverage:
             raise UpdateError(
                 f"The tensor '{min(odd)}' is in some adapters and missing in others. "
                 "All clients need the same target_modules, modules_to_save and bias in "
-                "their LoraConfig."
+                "their LoraConfig, and files need to be those of save_pretrained."
             )
         others = dict(tensors)
         modules = self._modules or {

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from fedrot.simulations.data.read import refuse
-from fedrot.simulations.pretrained import loading, source_of
+from fedrot.simulations.pretrained import loading, tokenizer_of
 from fedrot.simulations.scenario import Scenario
 
 
@@ -28,10 +28,8 @@ def tokenizer_for(scenario: Scenario) -> Tokenizer:
     """Return the bundled tokenizer, or that of the pretrained model."""
     if scenario.model is None:
         return bundled_tokenizer()
-    from transformers import AutoTokenizer
-
+    tokenizer = tokenizer_of(scenario.model)
     with loading(scenario.model):
-        tokenizer = AutoTokenizer.from_pretrained(source_of(scenario.model))
         # Without files of a tokenizer, transformers makes an empty one.
         if set(tokenizer.get_vocab()).issubset(tokenizer.all_special_tokens):
             refuse(

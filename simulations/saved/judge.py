@@ -13,7 +13,8 @@ import transformers
 from fedrot.errors import FedrotError
 from fedrot.simulations.data.read import listed
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.models import PROBLEM_TYPES
+from fedrot.simulations.model_labels import places_of
+from fedrot.simulations.models import PROBLEM_TYPES, by_position
 from fedrot.simulations.pretrained import pad_id_of
 from fedrot.simulations.saved.load import SavedModel
 from fedrot.simulations.tasks.tagging import TokenClassification
@@ -44,8 +45,8 @@ _BATCH = 64
 
 #: A task; a model that receives the tensors of one model after the other; and its
 #: outputs in the order of the data's classes, the others behind, empty for language
-#: models.
-Judge: TypeAlias = tuple[Task, Any, list[int]]
+#: models; and a sentence if this order is that of numbers.
+Judge: TypeAlias = tuple[Task, Any, list[int], str]
 
 
 def prepared(saved: SavedModel, data: Mapping[str, Any]) -> Judge:
@@ -73,8 +74,8 @@ def prepared(saved: SavedModel, data: Mapping[str, Any]) -> Judge:
     task = task_of(Experiment.model_validate(fields).to_json())
     config.pad_token_id = pad_id_of(config)
     if not TASKS[name].uses_labels:
-        return task, model, []
-    order = _order(task, saved)
+        return task, model, [], ""
+    order, remark = _order(task, saved)
     if tags := task.data.tags:
         behind = (saved.labels[place] for place in order[len(tags) :])
         named = replace(task.data, tags=(*tags, *behind))
@@ -85,7 +86,7 @@ def prepared(saved: SavedModel, data: Mapping[str, Any]) -> Judge:
         return out
 
     model.register_forward_hook(reorder)
-    return task, model, order
+    return task, model, order, remark
 
 
 def _task_name(saved: str, model: Any) -> str:
@@ -111,7 +112,7 @@ def verdict(
     The first compares it with the best of the models and says what to do; ``judge`` is
     ``prepared``'s.
     """
-    task, model, order = judge
+    task, model, order, remark = judge
 
     def scored(tensors: Tensors) -> Mapping[str, float]:
         # A mean has no names of tied tensors.
@@ -150,7 +151,7 @@ def verdict(
     for name, values in {**scores, "merged": merged_scores}.items():
         figures = (f"{metric} {value:z.3f}" for metric, value in values.items())
         sentences.append(f"{name}: {', '.join(figures)}.")
-    return merged, [first, *sentences]
+    return merged, [*filter(None, [first, remark]), *sentences]
 
 
 def _fitted(
@@ -215,28 +216,24 @@ def _batches(task: Task, model: Any, rows: Any) -> list[Tensors]:
     return [*step_batches(task, model, rows, len(task.train), _BATCH, 0)]
 
 
-def _order(task: Task, saved: SavedModel) -> list[int]:
+def _order(task: Task, saved: SavedModel) -> tuple[list[int], str]:
     """Return a model's outputs, those of the data's classes first and in their order.
 
-    Outputs are found by name, and unnamed ones (``LABEL_0``) by number. Raises
+    The second value is a sentence if numbers decide, see ``places_of``. Raises
     ``FedrotError``.
     """
     data = task.data
-    outputs = [name.strip().casefold() for name in saved.labels]
-    wanted = [str(name).strip().casefold() for name in data.tags or data.label_names]
-    numbers = range(len(outputs))
-    unnamed = outputs == [f"label_{n}" for n in numbers]
-    unnamed = unnamed and not {*wanted} <= {*outputs}
-    if unnamed or data.kind == "regression":
-        outputs = wanted if len(wanted) == len(outputs) else [str(n) for n in numbers]
-    odd = any(outputs.count(name) != 1 or wanted.count(name) != 1 for name in wanted)
+    classes = data.tags or data.label_names
+    labels = saved.labels
+    first, unnamed = places_of(labels, classes)
+    odd = -1 in first
     if data.kind == "multi" and not data.tags:
-        odd = odd or len(wanted) != len(outputs)
+        odd = odd or len(classes) != len(labels)
     if odd:
         raise FedrotError(
-            f"The data has the classes {listed(wanted)}; the outputs of '{saved.name}' "
-            f"are {listed(saved.labels)}. Give data with these classes, or correct the "
-            "models' id2label."
+            f"The data has the classes {listed(classes)}; the outputs of "
+            f"'{saved.name}' are {listed(labels)}. Give data with these classes, or "
+            "correct the models' id2label."
         )
-    first = [outputs.index(name) for name in wanted]
-    return first + [n for n in numbers if n not in first]
+    behind = [place for place in range(len(labels)) if place not in first]
+    return first + behind, by_position(saved.name, classes) if unnamed else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,14 @@ from typing import Any
 
 from fedrot._io import as_os_error, replacing
 from fedrot.errors import FedrotError
-from fedrot.simulations.pretrained import loading, source_of
+from fedrot.simulations.model_labels import labels_of
+from fedrot.simulations.pretrained import (
+    loading,
+    optional_file,
+    pretrained_settings,
+    source_of,
+    tokenizer_of,
+)
 from fedrot.symmetry import check_family
 from fedrot.tensors import Tensors
 
@@ -32,21 +39,16 @@ class SavedModel:
     @property
     def labels(self) -> list[str]:
         """The names of the task head's outputs, in their order."""
-        return [str(name) for _, name in sorted(self.model.config.id2label.items())]
+        return labels_of(self.model.config)
 
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, or None without its files."""
-        from transformers import AutoTokenizer
-        from transformers.utils.hub import cached_file
-
         source = source_of(self.name)
         with loading(self.name):
             for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
-                if cached_file(
-                    source, file, _raise_exceptions_for_missing_entries=False
-                ):
-                    return AutoTokenizer.from_pretrained(source)
+                if optional_file(source, file):
+                    return tokenizer_of(self.name)
         return None
 
     def build(self) -> Any:
@@ -73,10 +75,8 @@ def load(name: str, whole: bool = False) -> SavedModel:
     """
     import transformers
 
-    source = source_of(name)
+    config = pretrained_settings(name)
     with loading(name):
-        stored, _ = transformers.PretrainedConfig.get_config_dict(source)
-        config = transformers.AutoConfig.from_pretrained(source, **_labels(stored))
         class_name = (config.architectures or ["AutoModel"])[0]
         model_class = getattr(transformers, class_name, None)
     with about(name):
@@ -94,9 +94,10 @@ def load(name: str, whole: bool = False) -> SavedModel:
         )
     with loading(name):
         model, info = model_class.from_pretrained(
-            source,
+            source_of(name),
             config=config,
             dtype="auto",
+            trust_remote_code=False,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
@@ -112,21 +113,6 @@ def load(name: str, whole: bool = False) -> SavedModel:
             "transformers, without wrappers, and save it with save_pretrained."
         )
     return SavedModel(name, model)
-
-
-def _labels(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the labels of a stored configuration if ``label2id`` alone names them."""
-    names = stored.get("id2label") or {}
-    numbers = stored.get("label2id") or {}
-    labels = {int(number): name for name, number in numbers.items()}
-    unnamed = all(str(name) == f"LABEL_{number}" for number, name in names.items())
-    count = len(names) or len(labels)
-    if not labels or not unnamed or {*labels} != {*range(count)}:
-        return {}
-    return {
-        "id2label": labels,
-        "label2id": {name: number for number, name in labels.items()},
-    }
 
 
 @contextmanager

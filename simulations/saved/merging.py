@@ -16,10 +16,10 @@ from fedrot.alignment.diagnosis import ALIGNED, PLAIN, WHOLE, diagnose
 from fedrot.collect.activations import probing
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings
-from fedrot.lora.adapters import factors, pairs_of
+from fedrot.lora.adapters import factors, pairs_of, plain_names
 from fedrot.matching.anchor import Anchor
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.pretrained import loading
+from fedrot.simulations.pretrained import loading, models_inside
 from fedrot.simulations.saved.load import SavedModel, about, load, writing
 from fedrot.symmetry import DEFAULT_PARTS, WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
@@ -310,13 +310,14 @@ def _load(name: str) -> _SavedAdapter:
         if not any((folder / file).is_file() for file in files):
             raise FedrotError(
                 f"'{name}' has no {files[0]}. Give folders of LoRA adapters only."
+                f"{models_inside(folder)}"
             )
     stored = {"peft_type": "LORA", **read_json(folder / CONFIG_NAME)}
     fields = {key: value for key, value in stored.items() if value is not None}
     with loading(name), about(name):
         config = peft.PeftConfig.from_peft_type(**fields)
         settings = LoraSettings.of(config)
-        tensors = peft.load_peft_weights(name, device="cpu")
+        tensors = plain_names(peft.load_peft_weights(name, device="cpu"))
         rank = max(len(factors(tensors, pair)[0]) for pair in pairs_of(tensors))
     if settings.changed_base:
         raise FedrotError(

@@ -285,6 +285,7 @@ def test_a_packaged_model_is_the_folder_in_its_package(tmp_path, monkeypatch):
             RuntimeError("set `ignore_mismatched_sizes` to True"),
             "as many classes as the data",
         ),
+        ("m", ValueError("set `trust_remote_code=True`"), "never runs a model's code"),
     ],
 )
 def test_errors_of_loading_are_one_sentence(model, error, said):

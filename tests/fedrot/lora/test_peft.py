@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings, average_adapters
-from fedrot.lora.adapters import pairs_of
+from fedrot.lora.adapters import pairs_of, plain_names
 from fedrot.lora.gauges import GAUGES
 from tests.fedrot.collect.tiny import tiny_classifier
 from tests.fedrot.oracles import gap, seeded
@@ -105,6 +105,24 @@ def test_scales_are_those_of_peft_and_no_gauge_changes_the_outputs(which):
         assert max(report.error.values()) < 1e-6
         dora = any("magnitude" in name for name in tensors)
         assert report.magnitudes == dora == ("DoRA's magnitudes" in str(report))
+
+
+@pytest.mark.parametrize("which", SETTINGS)
+def test_a_state_dict_has_the_names_of_peft_and_those_of_wrappers(which):
+    """Adapters that are written in both ways have a mean, in the first one's names."""
+    build, how = SETTINGS[which]
+    model = adapted(build(), **how)
+    tensors = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    trained = {
+        f"module._orig_mod.{name}": tensor
+        for name, tensor in model.state_dict().items()
+        if "lora_" in name or "modules_to_save.default" in name
+    }
+    assert plain_names(trained).keys() == tensors.keys() == plain_names(tensors).keys()
+    settings = LoraSettings.of(model.peft_config["default"])
+    updates = [AdapterUpdate(own, 1.0, settings) for own in (tensors, trained)]
+    found, _ = average_adapters(updates, settings)
+    assert largest_difference(found, tensors) < 1e-9
 
 
 def test_settings_are_read_from_files():

@@ -72,6 +72,15 @@ def configure(folder: Path, file: str = "config.json", **changes: Any) -> None:
     (folder / file).write_text(json.dumps(settings))
 
 
+def nested(inside: str, folder: Path) -> None:
+    """Move a folder's files into one inside of it, beside one that is no model."""
+    away = folder.with_name("away")
+    folder.rename(away)
+    (folder / "1_Pooling").mkdir(parents=True)
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    away.rename(folder / inside)
+
+
 class _Code(str):
     """What a pickle could do: it creates a file of this name."""
 

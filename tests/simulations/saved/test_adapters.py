@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,13 @@ from fedrot.lora.adapters import LoraSettings, pairs_of
 from tests.fedrot.lora.test_peft import bert, outputs
 from tests.models import State
 from tests.simulations.commands import run
-from tests.simulations.saved.folders import change, configure, hostile, refused
+from tests.simulations.saved.folders import (
+    change,
+    configure,
+    hostile,
+    nested,
+    refused,
+)
 from tests.simulations.tensors import close
 
 LORA = {
@@ -174,6 +181,35 @@ def changed(
     change(folder, applied, WEIGHTS)
 
 
+#: How names of tensors are written that are not PEFT's; of all files, or the second.
+NAMES = {
+    "the adapter's name": ("", ".default"),
+    "data parallel": ("module.", ""),
+    "both": ("module.", ".own"),
+    "compiled": ("_orig_mod.", ".default"),
+}
+
+
+@pytest.mark.parametrize("how", NAMES)
+def test_names_of_a_state_dict_are_those_of_peft(how, a, b, tmp_path):
+    before, adapter = NAMES[how]
+
+    def named(name: str) -> str:
+        name = re.sub(r"(?<=lora_[AB])", adapter, name)
+        if adapter:
+            name = re.sub(r"(?<=classifier)", f".modules_to_save{adapter}", name)
+        return before + name
+
+    run("merge", a, b, "--out", tmp_path / "expected")
+    for folder in (b, a):
+        change(folder, lambda ts: {named(n): t for n, t in ts.items()}, WEIGHTS)
+        out = tmp_path / folder.name / "out"
+        run("merge", a, b, "--out", out)
+        assert close(
+            load_file(out / WEIGHTS), load_file(tmp_path / "expected" / WEIGHTS)
+        )
+
+
 DAMAGED = {
     "no configuration": (lambda at: (at / CONFIG).unlink(), f"has no {CONFIG}"),
     "no weights": (lambda at: (at / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
@@ -187,6 +223,7 @@ DAMAGED = {
         "like weights of sharded training",
     ),
     "targets": (lambda at: saved(at, 2, target_modules=["query"]), "The tensor"),
+    "a named one": (partial(nested, "mine"), "give '"),
 }
 
 

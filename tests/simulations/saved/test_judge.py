@@ -64,6 +64,7 @@ def test_a_worse_an_equal_and_a_better_mean_are_said_first(own, tmp_path):
     )
     keep = f"{first} Keep '{a}', or try other --parts. --fit-head fits the task head"
     assert said.startswith(keep), said
+    assert f"The outputs of '{a}' are, by position, a, b, c:" in said
     assert "--data" in run("merge", a, b)
     assert f"'{b}': accuracy 0.300, macro_f1 " in said
     assert (tmp_path / "plain" / WEIGHTS).exists()
@@ -95,7 +96,9 @@ def test_outputs_are_those_of_the_data_in_any_order(own, tmp_path):
     a = model(tmp_path / "a", 0, 1, 0, **labels)
     b = model(tmp_path / "b", 1.5, 0, 0, **labels)
     line = (a, b, "--data", own, "--label-column", "mood")
-    assert "accuracy 0.200 against 0.500" in judged(*line)
+    said = judged(*line)
+    assert "accuracy 0.200 against 0.500" in said
+    assert "by position" not in said
     judged(*line, "--fit-head", "--out", tmp_path / "out")
     found = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "out")
     words = transformers.AutoTokenizer.from_pretrained(a)(

@@ -21,6 +21,7 @@ from tests.simulations.saved.folders import (
     configure,
     hostile,
     model_of,
+    nested,
     refused,
     saved,
 )
@@ -159,6 +160,8 @@ DAMAGED = {
         partial(BIAS, torch.full((3,), torch.nan)),
         "'classifier.bias' holds NaN",
     ),
+    "the folder of a checkpoint": (partial(nested, "checkpoint-500"), "give '"),
+    "the folder of a folder": (partial(nested, "0_Transformer"), "0_Transformer'."),
     "another token": (partial(tokenized, w3="other"), "tokenizer.5 is 'w3' in"),
 }
 

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from fedrot.errors import FedrotError
+from fedrot.simulations.data.class_remarks import class_remarks, look_alike
+from fedrot.simulations.data.read import listed
 from fedrot.simulations.engine import Machine
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.cells import CellRun, strategy_of
@@ -34,9 +36,9 @@ class Checked:
     """An experiment that can be run, and what is known before it is.
 
     Attributes:
-        described: its fields; ``label_names``; by ``seeds``, the rows of each client
-            and class; and ``strategies`` by name, with their ``code`` and a sentence,
-            ``says``.
+        described: its fields; ``label_names``; ``sites``, names or numbers of clients;
+            by ``seeds``, the rows of each client and class; and ``strategies`` by name,
+            with their ``code`` and a sentence, ``says``.
         sentences: about the data.
         test_rows: number of test rows.
         seconds: processor time of a row of training.
@@ -48,6 +50,19 @@ class Checked:
     test_rows: int
     seconds: float
     memory: int
+
+
+def with_clients(experiment: Experiment) -> Experiment:
+    """Return an experiment with its number of clients.
+
+    Without one, each value of the column by which rows are divided is a client.
+    """
+    if experiment.clients:
+        return experiment
+    task = task_of(experiment.to_json())
+    count = len(task.clients(experiment.seeds[0]))
+    # Strategies that choose among clients are checked again.
+    return Experiment.model_validate({**experiment.model_dump(), "clients": count})
 
 
 def checked(experiment: Experiment) -> Checked:
@@ -75,19 +90,22 @@ def checked(experiment: Experiment) -> Checked:
             "code": strategy.code(experiment),
             "says": NAMED.get(strategy.name, {}).get("says", ""),
         }
+    seed = experiment.seeds[0]
+    sizes = [sum(counts) for counts in seeds[str(seed)]]
+    sites = [task.site(seed, client) for client in range(experiment.clients)]
     described = {
         **experiment.model_dump(mode="json"),
         "label_names": [*names],
+        "sites": sites,
         "seeds": seeds,
         "strategies": strategies,
     }
-    sizes = [sum(counts) for counts in seeds[str(experiment.seeds[0])]]
     model_bytes = sum(tensor.nbytes for tensor in tensors_of(model).values())
     return Checked(
         described=described,
         sentences=[
             task.data.remarks,
-            *_remarks(task, names, sizes),
+            *_remarks(task, names, dict(zip(sites, sizes, strict=True))),
             getattr(model, "remark", ""),
         ],
         test_rows=len(task.test),
@@ -133,8 +151,10 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
             options.layer_indices(symmetry_of(config, model.state_dict()).layers)
 
 
-def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator[str]:
-    """Yield sentences about the data; clients are those of the first seed."""
+def _remarks(
+    task: Task, names: Sequence[str], sizes: Mapping[int | str, int]
+) -> Iterator[str]:
+    """Yield sentences about the data; ``sizes`` has the clients of the first seed."""
     experiment = task.experiment
     train = task.data.train
     seed = experiment.seeds[0]
@@ -142,13 +162,17 @@ def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator
     yield (
         f"{rows} training rows and {len(task.test)} test rows, {len(names)} classes."
     )
-    shared = ""
-    kind, _, column = experiment.partition.partition(":")
-    if kind == "column":
-        values = {*map(str, train.columns[column])}
-        if len(values) > len(sizes):
-            shared = f", of {len(values)} values of '{column}'"
-    yield f"{len(sizes)} clients have {span(sizes)} rows each (seed {seed}){shared}."
+    held_out = np.concatenate(
+        [task.client_rows(seed, client)[1] for client in range(experiment.clients)]
+    )
+    if TASKS[experiment.task].uses_labels:
+        yield from class_remarks(task.data, held_out if held_out.size else slice(None))
+    counts = sizes.values()
+    yield f"{len(sizes)} clients have {span(counts)} rows each (seed {seed})."
+    if experiment.partition.startswith("column"):
+        rows_of = (f"{site} {size}" for site, size in sizes.items())
+        yield f"Rows by site: {listed(rows_of)}."
+        yield from look_alike("sites", map(str, sizes))
     if TASKS[experiment.task].classifies and task.data.kind == "single":
         largest = int(np.bincount(train.labels).argmax())
         share = np.mean(task.data.test.labels == largest)
@@ -156,20 +180,16 @@ def _remarks(task: Task, names: Sequence[str], sizes: Sequence[int]) -> Iterator
             f"A model that always answers '{names[largest]}' would have accuracy "
             f"{share:.3f}."
         )
-    lost = rows - sum(sizes)
+    lost = rows - sum(counts)
     if lost:
         yield (
             f"Partition {experiment.partition} leaves out {lost} of {rows} rows (seed "
             f"{seed})."
         )
     choosing = [strategy.name for strategy in experiment.strategies if strategy.chooses]
-    held_out = 0
-    for client in range(experiment.clients):
-        _, rows_held = task.client_rows(seed, client)
-        held_out += len(rows_held)
-    if choosing and held_out < FEW:
+    if choosing and len(held_out) < FEW:
         yield (
-            f"Clients hold out {held_out} rows in all (seed {seed}), by which "
+            f"Clients hold out {len(held_out)} rows in all (seed {seed}), by which "
             f"{', '.join(choosing)} choose: the choice may be noise. Give more rows, "
             f"or a holdout above {experiment.holdout:g}."
         )

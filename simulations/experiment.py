@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.scenario import Scenario, Settings, names_in
+from fedrot.simulations.scenario import Scenario, Settings, data_names, names_in
 from fedrot.simulations.strategy import Strategy, default_strategies, named
 
 # The files of the tasks register themselves in TASKS.
@@ -33,6 +33,8 @@ from fedrot.simulations.tasks import (  # noqa: F401
 )
 from fedrot.simulations.tasks.task_registry import TASKS, named_tasks
 
+#: Number of clients, unless a column has them.
+CLIENTS = 4
 #: The largest number of seeds. A larger number is probably a seed.
 MOST_SEEDS = 10_000
 #: Settings that have an effect only on a small model from scratch.
@@ -104,6 +106,9 @@ class Experiment(Scenario):
         usual["architecture"] = "" if fields["model"] else task.architectures[0]
         fields["data"] = fields["data"] or task.usual_data
         fields["architecture"] = fields["architecture"] or usual["architecture"]
+        by_column = str(fields["partition"]).strip().startswith("column:")
+        if not by_column:
+            fields["clients"] = fields["clients"] or CLIENTS
         parts = [fields["data"], fields["partition"]]
         for name in ("task", "architecture"):
             if fields[name] != usual[name]:
@@ -185,7 +190,7 @@ class Experiment(Scenario):
             yield "lora needs a pretrained model; give model"
         if not TASKS[self.task].peft:
             yield f"lora needs task {', '.join(named_tasks('peft'))}"
-        if "," in self.data:
+        if len(data_names(self.data, self.data_dir)) > 1:
             yield "lora needs one data set"
         if self.start != "same":
             yield "lora needs start 'same'"
@@ -214,7 +219,7 @@ class Experiment(Scenario):
             flat[name] = flat.get(name) or None
         strategies = flat.get("strategies")
         if isinstance(strategies, str):
-            strategies = names_in(strategies)
+            strategies = names_in(strategies, tables.__contains__)
         if isinstance(strategies, list):
             flat["strategies"] = [
                 tables.get(entry, entry) if isinstance(entry, str) else entry

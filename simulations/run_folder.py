@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,6 +41,10 @@ Row: TypeAlias = dict[str, Any]
 #: The keys of ``config.json`` and the types of their values, which are those of
 #: ``Run``.
 _CONFIG = {"commands": list, "versions": dict, "experiments": dict}
+#: Folder of shared trainings of running jobs, in a run folder.
+TRAININGS = "trainings"
+#: What a run writes in its folder, beside an empty file as a lock.
+WRITTEN = {"cells", "config.json", "report.html", "rows.csv", TRAININGS}
 FIELDS = ("experiment", "strategy", "seed", "round", "scope", "metric", "value")
 #: Fields of an experiment that later commands may add to, and what a conflict means.
 _GROWING = {
@@ -49,7 +54,8 @@ _GROWING = {
 #: The types of the fields of rows that readers use.
 _TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("experiment", "strategy", "scope", "metric", "part"), str),
-    **dict.fromkeys(("seed", "round", "layer", "client"), int),
+    **dict.fromkeys(("seed", "round", "layer"), int),
+    "client": (int, str),  # a number, or a site's name
     **dict.fromkeys(
         ("value", "before", "after", "found", "moved", "of"), (int, float, type(None))
     ),
@@ -202,6 +208,28 @@ def read_run(path: Path) -> Run:
     return run
 
 
+def config_in(path: Path) -> Row:
+    """Return ``config.json`` of a run folder; in a folder without a run, a new one.
+
+    Raises ``FileExistsError`` if that folder has what a run would replace.
+    """
+    file = path / "config.json"
+    config = read_json(file) if file.is_file() else {}
+    if all(isinstance(config.get(name), kind) for name, kind in _CONFIG.items()):
+        return config
+    names = WRITTEN.intersection(os.listdir(path) if path.exists() else ())
+    lock = path / ".lock"
+    if lock.exists() and lock.stat().st_size:
+        names.add(lock.name)
+    if names:
+        listed = ", ".join(sorted(names))
+        raise FileExistsError(
+            f"The folder '{path}' has {listed}, which no run of fedrot wrote "
+            "and results would replace. Choose another --out."
+        )
+    return {name: kind() for name, kind in _CONFIG.items()}
+
+
 class RunFolder:
     """The folder of a run: a file under ``cells/`` for each experiment, seed and
     strategy.
@@ -223,29 +251,20 @@ class RunFolder:
     ) -> None:
         """Open a folder for experiments by name, see ``checks.Checked.described``."""
         self.path = path
-        file = path / "config.json"
-        config = {name: kind() for name, kind in _CONFIG.items()}
-        if file.is_file():
-            config = read_json(file)
-        for name, kind in _CONFIG.items():
-            if not isinstance(config.get(name), kind):
-                raise FileExistsError(
-                    f"The folder '{path}' has a config.json of another kind, for "
-                    "example of a model, which results would overwrite. Choose "
-                    "another --out."
-                )
+        config = config_in(path)
         united = {**config["experiments"]}
         for name, experiment in experiments.items():
             united[name] = self._united(united.get(name, experiment), experiment)
-        (path / "cells").mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         write_json(
-            file,
+            path / "config.json",
             {
                 "commands": [*dict.fromkeys([*config["commands"], command])],
                 "versions": versions(),
                 "experiments": united,
             },
         )
+        (path / "cells").mkdir(exist_ok=True)
 
     def has(self, cell: Cell) -> bool:
         """Return whether the folder has a cell's rows."""

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 #: Options and other values by name.
 Settings = Mapping[str, Any]
 
 
-def names_in(text: str) -> list[str]:
-    """Return the names in a text, which commas separate."""
-    return [*filter(None, map(str.strip, text.split(",")))]
+def names_in(text: str, is_name: Callable[[str], bool] = lambda _: False) -> list[str]:
+    """Return the names in a text, which commas separate.
+
+    Names that ``is_name`` knows may have commas; the longest is taken.
+    """
+    names = []
+    rest = f"{text},"
+    while rest:
+        ends = [match.start() for match in re.finditer(",", rest)]
+        known = [end for end in ends if is_name(rest[:end].strip())]
+        end = max(known, default=ends[0])
+        names.append(rest[:end].strip())
+        rest = rest[end + 1 :]
+    return [*filter(None, names)]
+
+
+def data_names(text: str, data_dir: object) -> list[str]:
+    """Return the names of data sets in a text; a path that exists may have commas."""
+    folders = [Path()]
+    if data_dir:
+        folder = Path(str(data_dir))
+        folders += [folder, *folder.glob("*/")]
+    return names_in(
+        text,
+        lambda name: any(os.path.exists(folder / name) for folder in folders),
+    )
 
 
 class Scenario(BaseModel):
@@ -66,7 +91,9 @@ class Scenario(BaseModel):
         ),
     )
 
-    clients: PositiveInt = Field(4, description="Number of clients.")
+    clients: NonNegativeInt = Field(
+        0, description="Their number; default: 4, or the values of column:NAME."
+    )
     partition: str = Field(
         "iid",
         description=(

@@ -23,20 +23,32 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from fedrot.simulations.checks import checked, costs_of, estimate, in_words
+from fedrot.simulations.checks import (
+    checked,
+    costs_of,
+    estimate,
+    in_words,
+    with_clients,
+)
 from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.cells import run_cell
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid, local_clients
 from fedrot.simulations.report.pages import present
-from fedrot.simulations.run_folder import Cell, Row, RunFolder, cells_of, only_writer
+from fedrot.simulations.run_folder import (
+    TRAININGS,
+    Cell,
+    Row,
+    RunFolder,
+    cells_of,
+    config_in,
+    only_writer,
+)
 from fedrot.simulations.summary import CENTRAL
 from fedrot.simulations.tasks import training
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 
-#: Folder of shared trainings of running jobs, in a run folder.
-TRAININGS = "trainings"
 #: Seconds between two lines about the progress, where there is no terminal.
 SILENCE = 30.0
 #: Seconds between two reports of a job about its progress.
@@ -66,7 +78,9 @@ def simulate(
             are finished.
         KeyboardInterrupt: the user stopped the run; what is finished is in the folder.
     """
+    config_in(out)
     with _logged():
+        experiments = [*map(with_clients, experiments)]
         known = {experiment.name: checked(experiment) for experiment in experiments}
     sentences = [sentence for result in known.values() for sentence in result.sentences]
     # Experiments on the same data have the same sentences.

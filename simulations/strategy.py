@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fedrot.simulations.scenario import data_names
+
 if TYPE_CHECKING:
     from fedrot.aggregation.registry import AggregationEntry
     from fedrot.options import AlignmentOptions
@@ -138,7 +140,8 @@ class Strategy(BaseModel):
         for name in idle:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"'{name}' is for {purpose}")
-        if not {*self.clients} <= {*range(experiment.clients)}:
+        # Without a number they are the values of a column, which is read later.
+        if experiment.clients and not {*self.clients} <= {*range(experiment.clients)}:
             raise ValueError(
                 f"clients are {self.clients}; there are {experiment.clients}, from 0"
             )
@@ -264,7 +267,8 @@ def default_strategies(experiment: Mapping[str, Any], classifies: bool) -> list[
         classifies: whether the task has a head that can be fitted.
     """
     lora = experiment["lora"]
-    domains = "," in str(experiment["data"]) or experiment["unseen_data"]
+    names = data_names(str(experiment["data"]), experiment["data_dir"])
+    domains = len(names) > 1 or experiment["unseen_data"]
     heads = []
     if classifies and experiment["holdout"] and not domains:
         heads = ["fedavg_head", "head_only", "fit_head"]

@@ -7,7 +7,6 @@ import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,8 +17,15 @@ from numpy.random import default_rng
 from pyarrow import ChunkedArray, DataType, Table
 
 from fedrot.simulations.data import Columns, Names
-from fedrot.simulations.data.partition import rows_by_number
-from fedrot.simulations.data.read import Content, Source, listed, refuse, refuse_rows
+from fedrot.simulations.data.partition import held_out_rows
+from fedrot.simulations.data.read import (
+    Content,
+    Source,
+    clean,
+    listed,
+    refuse,
+    refuse_rows,
+)
 from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.tasks.task_registry import TASKS
 
@@ -44,7 +50,14 @@ LABEL: Content = (
     "label",
     ("label", "labels", "target", "class"),
     lambda kind: not types.is_nested(kind),
+    "one class or score a row, or for several labels a column of true and false each",
 )
+#: Values of a column ``split``, in lower case.
+SPLITS: Mapping[str, str] = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("test", "testing"), "test"),
+    **dict.fromkeys(("validation", "val", "valid", "dev"), "validation"),
+}
 
 
 @dataclass(frozen=True)
@@ -123,11 +136,6 @@ class Rows(NamedTuple):
         return [self.take(np.flatnonzero(mask)) for mask in (train, test)]
 
 
-def clean(text: object) -> str:
-    """Return a text without spaces around it and in Unicode's composed form (NFC)."""
-    return unicodedata.normalize("NFC", str(text)).strip()
-
-
 def label_columns(source: Source, scenario: Scenario) -> Names:
     """Return the label column, or without one the boolean columns, one for each label.
 
@@ -171,9 +179,10 @@ def labelled(
     """Read the labels of complete columns, divide the rows, and read their inputs.
 
     Without label columns, all rows are of one class. A single table is divided by its
-    column ``split``. Without it, one row in five of every class in the label column is
-    held out, always the same rows; without classes (not one column, scores, or no value
-    twice), one in five of all rows. Limits change no classes. Raises ``DataError``.
+    column ``split``. Without it, one row in five of every class is held out, always the
+    same rows, see ``held_out_rows``; without classes (scores, no value twice, or a task
+    without labels), one in five of all rows. Limits change no classes. Raises
+    ``DataError``.
     """
     wanted = scenario.label_kind
     several = len(columns) > 1
@@ -187,17 +196,20 @@ def labelled(
         numbers = np.arange(len(table)) + 1
         labels = _read(where, table, columns, scores)
         parts.append(Rows(where, table, numbers, labels))
-    if len(parts) == 1 and "split" in first.column_names:
-        parts = _by_column(parts[0])
+    note = ""
+    used = {*columns, *inputs}
+    for name in first.column_names:
+        if len(parts) == 1 and name not in used and name.lower() == "split":
+            parts, note = _by_column(parts[0], name)
+            used.add(name)
     labels = np.concatenate([part.labels for part in parts])
     kind: Kind = "single"
     names = columns
-    alike = ""
     if scores:
         kind = "regression"
         names = ("score",)
     elif not several:
-        names, labels, alike = _classes(source, listed(columns), parts, labels)
+        names, labels = _classes(source, listed(columns), parts, labels)
     elif wanted == "multi" or (labels.sum(axis=1) != 1).any():
         kind = "multi"
         labels = labels.astype(np.float32)
@@ -213,18 +225,18 @@ def labelled(
     ends = [len(part.labels) for part in parts[:-1]]
     for place, of_part in enumerate(np.split(labels, ends)):
         parts[place] = parts[place]._replace(labels=of_part)
-    note = ""
     if len(parts) == 1:
-        by_class = kind == "single" and not several
-        parts, note = _drawn(parts[0], by_class)
+        # Models of language know no classes.
+        if not TASKS[scenario.task].uses_labels:
+            labels = np.zeros(len(labels))
+        parts, note = _drawn(parts[0], labels)
     notes = [source.remarks, note]
     if TASKS[scenario.task].classifies:
         notes.append(
             f"Labels: {kind}, {listed(names)} (--set label_kind: single, multi or "
-            f"regression).{alike}"
+            "regression)."
         )
     train, test = parts
-    used = {*columns, *inputs, "split"}
     train_split = _split(train, scenario.train_limit, used, read)
     test_split = _split(test, scenario.test_limit, used, read)
     return DataSet(
@@ -308,14 +320,14 @@ def _name(value: Any) -> str:
             text = str(whole) if value == whole else ""
     except (ValueError, OverflowError):  # no UTF-8, not finite
         return ""
-    return text if _seen(text) else ""
+    return text if seen(text) else ""
 
 
-def _seen(text: str) -> str:
+def seen(text: str) -> str:
     """Return a text in lower case without spaces and characters that are not seen."""
     unseen = ("Cc", "Cf", "Zs", "Zl", "Zp")
-    seen = [letter for letter in text if unicodedata.category(letter) not in unseen]
-    return _SHAPELESS.sub("", clean("".join(seen).casefold()))
+    letters = [letter for letter in text if unicodedata.category(letter) not in unseen]
+    return _SHAPELESS.sub("", clean("".join(letters).casefold()))
 
 
 def _classes(
@@ -323,8 +335,8 @@ def _classes(
     column: str,
     parts: Sequence[Rows],
     labels: ndarray,
-) -> tuple[Names, ndarray, str]:
-    """Return the names of classes, the classes of the rows, and what looks alike."""
+) -> tuple[Names, ndarray]:
+    """Return the names of classes, and the classes of the rows."""
     values = set(labels)
     # Texts such as 00012 or 1.10 are no numbers.
     whole = all(map(_INTEGER.fullmatch, values))
@@ -344,55 +356,42 @@ def _classes(
             texts = rows.table["label_name"].to_pylist()
             for label, text in zip(rows.labels[::-1], reversed(texts), strict=True):
                 names[label] = clean(text)
-    alike = ""
-    for _, group in groupby(sorted(names.values(), key=_seen), _seen):
-        same = [*map(repr, group)]
-        if len(same) > 1:
-            alike += (
-                f" The classes {listed(same)} differ only in case, spaces or unseen "
-                "characters."
-            )
     numbers = pd.Index([*names], dtype=object).get_indexer(labels)
-    return tuple(names.values()), numbers, alike
+    return tuple(names.values()), numbers
 
 
-def _by_column(rows: Rows) -> list[Rows]:
-    splits = np.array([*map(clean, rows.table["split"].to_pylist())])
-    known = set(splits)
-    held_out = "test" if "test" in known else "validation"
-    if not known >= {"train", held_out} or known & {"", "None"}:
+def _by_column(rows: Rows, column: str) -> tuple[list[Rows], str]:
+    """Return training and held-out rows, and a sentence about others."""
+    values = [*map(clean, rows.table[column].to_pylist())]
+    splits = np.array([SPLITS.get(value.lower(), "") for value in values])
+    # Test rows are preferred to validation rows.
+    held_out = sorted({*splits} - {"train"})
+    if "train" not in splits or not held_out or "" in held_out:
         refuse(
-            f"the 'split' column of {rows.where}",
-            f"has {listed(sorted(known))}",
-            "it needs 'train' and 'test' or 'validation', and a value in each row",
+            f"the column {column!r} of {rows.where}",
+            f"has {listed(sorted({*values}))}",
+            "it needs 'train', and 'test' or 'validation', and no other or missing "
+            "value; rename the column if it does not divide rows for tests",
         )
-    return rows.divide(splits == "train", splits == held_out)
+    parts = rows.divide(splits == "train", splits == held_out[0])
+    unused = np.isin(splits, held_out[1:]).sum()
+    note = f"{unused} rows of 'validation' are not used, because there are test rows."
+    return parts, note if unused else ""
 
 
-def _drawn(rows: Rows, by_class: bool) -> tuple[list[Rows], str]:
+def _drawn(rows: Rows, labels: ndarray) -> tuple[list[Rows], str]:
     """Return training and held-out rows, and a sentence about the division."""
-    size = len(rows.labels)
-    classes = np.zeros(size, dtype=np.int64)
-    # Labels that occur once are no classes to divide.
-    if by_class and len(np.unique(rows.labels)) < size:
-        classes = rows.labels
-    rng = default_rng(SPLIT_SEED)
-    held_out = np.zeros(size, dtype=bool)
-    for members in rows_by_number(classes):
-        drawn = rng.permutation(members)
-        count = round(len(drawn) / HELD_OUT_SHARE)
-        held_out[drawn[:count]] = True
-    share = f"one in {HELD_OUT_SHARE}"
-    if len(np.unique(classes)) > 1:
-        share += " of each class"
+    share = 1 / HELD_OUT_SHARE
+    held_out = held_out_rows(labels, share, default_rng(SPLIT_SEED))
     if not held_out.any():
         refuse(
             rows.where,
-            f"has {size} rows, too few to hold {share} out",
+            f"has {len(labels)} rows, too few to hold one in {HELD_OUT_SHARE} out",
             "give a training and a test split, or more rows",
         )
     note = (
-        f"{rows.where} has no splits: of {size} rows {held_out.sum()} are held out, "
-        f"{share}, drawn with seed {SPLIT_SEED}."
+        f"{rows.where} has no splits: of {len(labels)} rows {held_out.sum()} are held "
+        f"out, one in {HELD_OUT_SHARE} of each class (at least one, if it has two "
+        f"rows), drawn with seed {SPLIT_SEED}."
     )
     return rows.divide(~held_out, held_out), note

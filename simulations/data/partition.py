@@ -16,6 +16,7 @@ from numpy.random import Generator, default_rng
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.data import Columns, Names
+from fedrot.simulations.data.read import clean, listed, refuse_rows
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 #: The rows of each client, or of each class.
@@ -86,6 +87,7 @@ def split_clients(
 
     Args:
         split_labels, columns: see ``Split``; classes are those of ``partition_keys``.
+        clients: their number; 0: that of the values of the column.
 
     Returns:
         For each client a sorted int64 array of row numbers. Arrays are disjoint and not
@@ -96,11 +98,11 @@ def split_clients(
             no rows.
     """
     rows = len(split_labels)
-    if not 1 <= clients <= rows:
+    kind, value = parse_partition(partition)
+    if not (kind == "column" and clients == 0) and not 1 <= clients <= rows:
         raise PartitionError(
             f"{rows} rows cannot be divided among {clients} clients; give 1 to {rows}"
         )
-    kind, value = parse_partition(partition)
     keys, _ = partition_keys(split_labels)
     if kind == "iid":
         parts = np.array_split(default_rng(seed).permutation(rows), clients)
@@ -212,22 +214,56 @@ def _column_rows(
     columns: Columns,
     clients: int,
 ) -> Parts:
-    values = columns.get(column, ())
-    names, which = np.unique([*map(str, values)], return_inverse=True)
-    if len(names) < clients or None in values:
+    if column not in columns:
         raise PartitionError(
-            f"partition column:{column}: {len(names)} values for {clients} clients, or "
-            "missing values; use fewer clients, or another column of "
-            f"{', '.join(columns)}"
+            f"partition column:{column}: there is no such column beside inputs and "
+            f"labels; choose one of {listed(columns) or 'none'}, or another partition"
+        )
+    values = columns[column]
+    refuse_rows(
+        f"partition column:{column}",
+        "no value",
+        [value is None or value != value for value in values],
+    )
+    names, which = np.unique([*map(clean, values)], return_inverse=True)
+    if len(names) < clients:
+        raise PartitionError(
+            f"partition column:{column}: {len(names)} values for {clients} clients: "
+            f"{listed(names)}; leave the number of clients out"
         )
     parts = rows_by_number(which)
-    if len(parts) == clients:
+    if len(parts) == clients or not clients:
         return parts
     groups: list[list[Rows]] = [[] for _ in range(clients)]
     for part in sorted(parts, key=len, reverse=True):
         smallest = min(groups, key=lambda group: sum(map(len, group)))
         smallest.append(part)
     return [*map(np.concatenate, groups)]
+
+
+def held_out_rows(
+    labels: ndarray,
+    share: float,
+    rng: Generator,
+) -> npt.NDArray[np.bool_]:
+    """Return which rows are held out, bool ``[n]``: a share of those of each class.
+
+    Of a class with two or more rows at least one is held out, and one is not. The class
+    of a row with several labels is the one with the fewest rows. Scores, and labels
+    that all differ, are no classes.
+    """
+    keys = np.zeros(len(labels), dtype=np.int64)
+    if labels.ndim == 2:
+        keys, _ = partition_keys(labels[:, np.nansum(labels, axis=0).argsort()])
+    elif labels.dtype == np.int64 and len(np.unique(labels)) < len(labels):
+        keys = labels
+    held_out = np.zeros(len(labels), dtype=bool)
+    for members in rows_by_number(keys):
+        drawn = rng.permutation(members)
+        if share and len(drawn) > 1:
+            count = np.clip(round(share * len(drawn)), 1, len(drawn) - 1)
+            held_out[drawn[:count]] = True
+    return held_out
 
 
 def rows_by_number(numbers: ndarray) -> Parts:

@@ -28,11 +28,14 @@ from fedrot.simulations.tasks.objective import Batch
 
 #: Largest side of a small model's images, in pixels; larger images are scaled down.
 LARGEST_SIDE = 64
+#: Pillow's modes of whole numbers and others of 32 bits.
+DEEP = ("I", "F")
 BILINEAR = Image.Resampling.BILINEAR
 IMAGE: Content = (
     "image file",
     ("image", "img"),
     lambda kind: "binary" in str(kind),
+    "whole files as bytes, or a folder CLASS/IMAGE",
 )
 
 
@@ -85,17 +88,26 @@ def encoded_images(
         read,
     )
     images = [*data.train.inputs, *data.test.inputs]
+    ends = [image.getextrema() for image in images if image.mode in DEEP]
+    low = min((low for low, _ in ends), default=0)
+    high = max((high for _, high in ends), default=0)
+    remarks = [data.remarks]
+    if ends:
+        remarks.append(
+            f"{len(ends)} of {len(images)} images have more than 8 bits: {low:g} to "
+            f"{high:g}, in all of these together, become 0 to 255."
+        )
     if not side:
         side = max(max(image.size) for image in images)
         if side > 8:
             side = -(-side // 4) * 4
-        grey = all(image.mode == "L" for image in images)
+        grey = all(image.mode != "RGB" for image in images)
         channels = 1 if grey else 3
-    data = replace(data, side=side, channels=channels)
+    data = replace(data, side=side, channels=channels, remarks=" ".join(remarks))
     mean = np.array(processor.get("image_mean") or (0.5,), np.float32)[:channels]
     deviation = np.array(processor.get("image_std") or (0.5,), np.float32)[:channels]
     train, test = (
-        EncodedImages(split.labels, _pixels(data, split), mean, deviation)
+        EncodedImages(split.labels, _pixels(data, split, low, high), mean, deviation)
         for split in (data.train, data.test)
     )
     return data, train, test
@@ -127,11 +139,14 @@ def _model_reads(model: str | None) -> tuple[int, int, Settings]:
     return side, channels, processor
 
 
-def _pixels(data: DataSet, split: Split) -> ndarray:
+def _pixels(data: DataSet, split: Split, low: float, high: float) -> ndarray:
     """Return the images of a split, uint8 ``[rows, side, side, channels]``."""
     mode = "L" if data.channels == 1 else "RGB"
     size = (data.side, data.side)
-    images = [image.convert(mode).resize(size, BILINEAR) for image in split.inputs]
+    images = []
+    for image in split.inputs:
+        shown = _scaled(image, low, high).convert(mode)
+        images.append(shown.resize(size, BILINEAR))
     return np.stack(images).reshape(-1, *size, data.channels)
 
 
@@ -140,7 +155,7 @@ def _images(
     column: str,
     bound: int,
 ) -> list[Image.Image]:
-    """Return grey (L) or coloured (RGB) images without a side above ``bound``."""
+    """Return images of the modes L, RGB, I or F without a side above ``bound``."""
     images = []
     for number, value in zip(rows.numbers, rows.table[column], strict=True):
         where = f"{rows.where}, row {number}"
@@ -173,7 +188,7 @@ def _image(file: Any) -> Image.Image:
         with suppress(Exception):
             ImageOps.exif_transpose(image, in_place=True)
         if image.mode[0] in "IF":
-            return _own_range(image)
+            return _deep(image)
         return _on_white(image)
 
 
@@ -187,19 +202,18 @@ def _on_white(image: Image.Image) -> Image.Image:
     return image.convert(mode)
 
 
-def _own_range(image: Image.Image) -> Image.Image:
-    """Scale 16 bits, or numbers between the smallest and the largest finite one."""
+def _deep(image: Image.Image) -> Image.Image:
+    """Return whole numbers (I) or others (F); infinite ones become the next finite."""
     values = np.asarray(image)
-    if image.mode.startswith("I;") or (
-        image.mode == "I" and image.format in ("PPM", "PNG")
-    ):
-        pixels = values >> 8
-    else:
-        values = values.astype(np.float64)
-        finite = values[np.isfinite(values)]
-        low = finite.min() if finite.size else 0
-        high = finite.max() if finite.size else 0
-        known = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
-        shares = (known - low) / ((high - low) or 1)
-        pixels = np.rint(255 * shares)
-    return Image.fromarray(pixels.astype(np.uint8))
+    finite = values[np.isfinite(values)]
+    low = finite.min()
+    known = np.nan_to_num(values, nan=low, posinf=finite.max(), neginf=low)
+    return Image.fromarray(known.astype(np.float32 if image.mode == "F" else np.int32))
+
+
+def _scaled(image: Image.Image, low: float, high: float) -> Image.Image:
+    """Return whole numbers or others as a grey image, ``low`` as 0, ``high`` as 255."""
+    if image.mode not in DEEP:
+        return image
+    shares = (np.asarray(image, np.float64) - low) / ((high - low) or 1)
+    return Image.fromarray(np.rint(255 * shares).astype(np.uint8))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,7 @@ from fedrot.simulations.data import BUNDLED, DIGITS, Names
 
 #: Held-out rows beside ``train``, the first that there is: the test labels of GLUE are
 #: hidden.
-HELD_OUT = ("validation", "validation_matched", "val", "valid", "test")
+HELD_OUT = ("validation", "validation_matched", "val", "valid", "dev", "test")
 _IMAGE_ROWS = pa.schema(
     {
         "image": pa.struct({"bytes": pa.binary(), "path": pa.string()}),
@@ -30,7 +32,19 @@ _IMAGE_ROWS = pa.schema(
     }
 )
 _VISIBLE = re.compile(r"\S")
-_IMAGE = re.compile(r"\.(bmp|gif|jpe?g|p[bgnp]m|png|tiff?|webp)", re.IGNORECASE)
+_IMAGE = re.compile(
+    r"\.(apng|avif|bmp|dib|gif|jfif|jp[2e]|jpe?g|p[bgnp]m|png|tiff?|webp)",
+    re.IGNORECASE,
+)
+#: What may be a name of the hub, and parts of names that files alone have.
+_OF_HUB = re.compile(r"[a-z0-9][\w.-]*/[a-z0-9][\w.-]*", re.IGNORECASE | re.ASCII)
+_OF_FILES = re.compile(
+    r"\.(arrow|bz2|csv|feather|gz|jsonl?|ods|parquet|pkl|tar|tgz|tsv|txt|xlsx?|xml|xz|"
+    r"ya?ml|zip|zst)(\.|$)",
+    re.IGNORECASE,
+)
+#: Types of Arrow that pyarrow cannot take rows of, and equal ones that it can.
+_VIEWS = {"string_view": pa.string(), "binary_view": pa.binary()}
 
 
 class DataError(FedrotError):
@@ -58,6 +72,11 @@ def listed(values: Iterable[object]) -> str:
     return text
 
 
+def clean(text: object) -> str:
+    """Return a text without spaces around it and in Unicode's composed form (NFC)."""
+    return unicodedata.normalize("NFC", str(text)).strip()
+
+
 def _csv(path: Path, delimiters: str = ",;\t|") -> Table:
     """Read every cell as a text.
 
@@ -71,7 +90,7 @@ def _csv(path: Path, delimiters: str = ",;\t|") -> Table:
         mark = next((mark for mark in delimiters if mark in first), ",")
         if not first.lower().startswith("sep="):
             file.seek(0)
-        rows = [row for row in csv.reader(file, delimiter=mark, strict=True) if row]
+        rows = [*_rows(csv.reader(file, delimiter=mark, strict=True))]
     for number, row in enumerate(rows, start=1):
         # A cell of several rows: its quotation mark is not closed.
         several = mark == "\t" and any("\t" in cell and "\n" in cell for cell in row)
@@ -86,6 +105,35 @@ def _csv(path: Path, delimiters: str = ",;\t|") -> Table:
         names.append(name)
         columns.append(pa.array([cell or None for cell in cells], pa.string()))
     return pa.table(columns, names)
+
+
+def _rows(lines: Any) -> Iterator[list[str]]:
+    """Yield rows; raises ``ValueError`` with the number of a row that is none."""
+    number = 1
+    try:
+        for row in filter(None, lines):
+            yield row
+            number += 1
+    except csv.Error as error:
+        raise ValueError(
+            f"row {number}, counted from the names of columns: {error}; inside of a "
+            "quoted cell a quotation mark is written twice"
+        ) from error
+
+
+def _array(name: str, values: Sequence[Any]) -> pa.Array:
+    """Return a column of JSON; raises ``ValueError`` if its values have two types."""
+    first: dict[type, int] = {}
+    for row, value in enumerate(values):
+        if value is not None:
+            first.setdefault(float if type(value) is int else type(value), row)
+    places = [f"{values[row]!r:.80} in row {row + 1}" for row in first.values()]
+    if len(places) > 1:
+        raise ValueError(f"the column {name!r} has two types: {' and '.join(places)}")
+    try:
+        return pa.array(values)
+    except (OverflowError, pa.ArrowException) as error:
+        raise ValueError(f"the column {name!r}: {error}") from error
 
 
 def _json(path: Path) -> Table:
@@ -111,7 +159,7 @@ def _json(path: Path) -> Table:
         )
     columns = {}
     for name in dict.fromkeys(name for row in rows for name in row):
-        columns[name] = [row.get(name) for row in rows]
+        columns[name] = _array(name, [row.get(name) for row in rows])
     return pa.table(columns)
 
 
@@ -151,7 +199,9 @@ def read_table(path: Path) -> Table:
             raise ValueError(
                 "it is no text in UTF-8: a gzip or zip file, a workbook, Arrow, UTF-16?"
             )
-        return _usable(read(path))
+        return _usable(path, read(path))
+    except DataError:
+        raise
     except (OSError, ValueError, OverflowError, csv.Error, pa.ArrowException) as error:
         refuse(
             path,
@@ -160,25 +210,33 @@ def read_table(path: Path) -> Table:
         )
 
 
-def _usable(table: Table) -> Table:
+def _usable(where: object, table: Table) -> Table:
     """Return the columns with a name, trimmed.
 
-    Raises an error of pyarrow if it can take no rows.
+    Raises ``DataError`` without one or if names are equal, and an error of pyarrow if
+    it can take no rows.
     """
     names = [name.strip() for name in table.column_names]
     named = [place for place, name in enumerate(names) if name]
+    if not named:
+        refuse(where, "is empty: it has no columns", "check the file")
     table = table.rename_columns(names).select(named)
-    if len(set(table.column_names)) < len(named):
-        raise ValueError(
-            f"two columns have equal names among {listed(table.column_names)}"
-        )
+    for name, count in Counter(table.column_names).items():
+        if count > 1:
+            refuse(where, f"has {count} columns of the name {name!r}", "rename one")
+    # Polars writes views.
+    plain = [
+        field.with_type(_VIEWS.get(str(field.type), field.type))
+        for field in table.schema
+    ]
+    table = table.cast(pa.schema(plain))
     # Some types of columns cannot be taken from; better now than after the labels.
     table.take(pa.array([], pa.int64()))
     return table
 
 
-#: A kind of column: its name, usual names, and whether a type fits.
-Content: TypeAlias = tuple[str, Names, Callable[[pa.DataType], bool]]
+#: A kind of column: its name, usual names, whether a type fits, and what does.
+Content: TypeAlias = tuple[str, Names, Callable[[pa.DataType], bool], str]
 
 
 @dataclass(frozen=True)
@@ -212,7 +270,7 @@ class Source:
         Raises ``DataError`` without such a column, or if values are missing or of a
         wrong type.
         """
-        name, known, fits = content
+        name, known, fits, example = content
         names = known if wanted is None else [wanted.strip()]
         chosen = next((column for column in names if column in self.columns), "")
         if not chosen:
@@ -228,8 +286,8 @@ class Source:
             if not fits(column.type):
                 refuse(
                     where,
-                    f"holds {column.type}, no {name}s",
-                    "choose another column",
+                    f"holds {column.type!s:.80}, no {name}s",
+                    f"choose another column, or give {example}",
                 )
             refuse_rows(
                 where,
@@ -301,20 +359,22 @@ def find(name: str, data_dir: Path | None) -> Source:
         "is not available, or has no known format. Available: "
         f"{', '.join(sorted(names))}"
     )
+    path, _, configuration = name.partition(":")
+    # A part of what looks like a path shall not leave the machine.
     if (
-        name.count("/") != 1
-        or Path(name).suffix.lower() in READERS
-        or any(map(Path.exists, places))
+        not _OF_HUB.fullmatch(path)
+        or _OF_FILES.search(path)
+        or _IMAGE.search(path)
+        or any(place.exists() or place.parent.is_dir() for place in places)
     ):
         refuse(
             f"data set {name!r}",
             unknown,
             f"check --data-dir, the path and the format, one of {', '.join(READERS)}; "
-            "names of the hub are owner/name",
+            "names of the hub are owner/name, where there is no folder owner",
         )
     from datasets import load_dataset
 
-    path, _, configuration = name.partition(":")
     return _loaded(
         name,
         f"{unknown}; the hub failed",
@@ -392,7 +452,8 @@ def _loaded(
         features = splits["train"].features
         held_out = [split for split in HELD_OUT if split in splits]
         for split in ("train", *held_out[:1]):
-            tables[f"{name} ({split})"] = _usable(splits[split].with_format("arrow")[:])
+            where = f"{name} ({split})"
+            tables[where] = _usable(where, splits[split].with_format("arrow")[:])
     except Exception as error:  # the hub's client raises many unrelated kinds
         refuse(
             f"data set {name!r}",
@@ -442,7 +503,8 @@ def _images(folder: Path) -> Source:
                 part,
                 f"has no images, nor train.parquet, in {listed(empty or '.')}",
                 "images lie in a folder for each class, as in "
-                f"{folder.name}/CLASS/IMAGE.png",
+                f"{folder.name}/CLASS/IMAGE.png, and of other files here are "
+                f"{listed(left_out) or 'none'}",
             )
         tables[str(part)] = Table.from_pylist(rows, _IMAGE_ROWS)
     note = (

@@ -17,12 +17,11 @@ from fedrot.simulations.data.labels import (
     Inputs,
     Rows,
     Split,
-    clean,
     label_columns,
     labelled,
 )
-from fedrot.simulations.data.read import Content, find, listed, refuse
-from fedrot.simulations.scenario import Scenario, names_in
+from fedrot.simulations.data.read import Content, clean, find, listed, refuse
+from fedrot.simulations.scenario import Scenario, data_names, names_in
 
 PAIRS = (
     "sentence1,sentence2",
@@ -42,13 +41,20 @@ TEXT: Content = (
     "text",
     ("text", "sentence", "content", "review", "comment", "tweet", "utterance"),
     lambda kind: not types.is_nested(kind) and "binary" not in str(kind),
+    "one text a row",
 )
 WORDS: Content = (
     "word list",
     ("tokens", "words"),
     lambda kind: "list<" in str(kind)[:11],
+    "a list of words for each row",
 )
-TAGS: Content = ("tag list", ("ner_tags", "tags"), WORDS[2])
+TAGS: Content = (
+    "tag list",
+    ("ner_tags", "tags"),
+    WORDS[2],
+    "a list for each row, with O, B-TYPE or I-TYPE for each word",
+)
 
 
 def load_texts(scenario: Scenario) -> DataSet:
@@ -61,7 +67,7 @@ def load_texts(scenario: Scenario) -> DataSet:
     chosen = scenario.text_column or next(usual, None)
     wanted: Sequence[str | None] = [None]
     if chosen:
-        wanted = chosen.split(",")
+        wanted = names_in(chosen, source.columns.__contains__) or [chosen]
     if len(wanted) > 2:
         refuse(
             "--text-column",
@@ -95,7 +101,7 @@ def load_tags(scenario: Scenario) -> DataSet:
     names = source.class_names.get(tags_column)
 
     def name_of(tag: Any) -> str:
-        if names and isinstance(tag, int):
+        if names and isinstance(tag, int) and 0 <= tag < len(names):
             tag = names[tag]
         return clean(tag)
 
@@ -110,7 +116,8 @@ def load_tags(scenario: Scenario) -> DataSet:
                     f"{rows.where}, row {number}",
                     f"has {len(words)} words in {words_column!r}, and in "
                     f"{tags_column!r} {listed(of_words)}",
-                    "each word needs a tag: O, B-TYPE or I-TYPE",
+                    "each word needs a tag: O, B-TYPE or I-TYPE; numbers have names in "
+                    "data sets of the hub alone",
                 )
             tags.append(of_words)
         return [tuple(map(str, words)) for words in sentences], tags
@@ -168,8 +175,8 @@ def load_domains(scenario: Scenario) -> DataSet:
     are kept. Raises ``DataError``, also if two data sets have the same name, if one has
     scores, pairs or classes without names, or if an unseen one has none of the labels.
     """
-    domains = names_in(scenario.data)
-    unseen = names_in(scenario.unseen_data)
+    domains = data_names(scenario.data, scenario.data_dir)
+    unseen = data_names(scenario.unseen_data, scenario.data_dir)
     every = [*domains, *unseen]
     loaded = {}
     for name in dict.fromkeys(every):

@@ -118,7 +118,7 @@ class CellRun(Cell):
             for client, rows in self.client_rows().items():
                 if len(rows):
                     self.record(
-                        f"client:{client}",
+                        f"client:{task.site(self.seed, client)}",
                         server_round,
                         {
                             ROWS: len(rows),
@@ -210,7 +210,8 @@ class CellStrategy(ReplyStrategy):
             losses[client] = {"train-loss": content["metrics"]["train-loss"]}
         # Replies arrive in any order.
         for client, metrics in sorted(losses.items()):
-            self.cell.record(f"client:{client}", self.current_round, metrics)
+            site = self.cell.task.site(self.cell.seed, client)
+            self.cell.record(f"client:{site}", self.current_round, metrics)
         return MetricRecord()
 
 
@@ -317,8 +318,11 @@ def run_federated(cell: CellRun, build: Callable[..., Any] | None = None) -> Non
     )
     for server_round, metrics in result.train_metrics_clientapp.items():
         cell.record("round", server_round, metrics)
-    rows = read_rows(strategy.report) if strategy.report.exists() else []
-    cell.alignment.extend({**cell.labels, **row} for row in rows if "stage" not in row)
+    for row in read_rows(strategy.report) if strategy.report.exists() else ():
+        if "client" in row:
+            row["client"] = cell.task.site(cell.seed, row["client"])
+        if "stage" not in row:
+            cell.alignment.append({**cell.labels, **row})
 
 
 def _run_head_only(cell: CellRun) -> None:

@@ -10,6 +10,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
+from fedrot.simulations.checks import with_clients
 from fedrot.simulations.engine import Machine
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.grids import OrderedGrid
@@ -34,7 +35,7 @@ def main(grid: Grid, context: Context) -> None:
         raise ValueError(
             f"out is '{out}'; give an absolute path, as in -c 'out=\"/data/run1\"'."
         )
-    experiment = Experiment.from_flat(settings)
+    experiment = with_clients(Experiment.from_flat(settings))
     simulate(
         [experiment],
         out,

@@ -156,10 +156,13 @@ _place = itemgetter("part", "layer", "round")
 Grid: TypeAlias = tuple[Sequence[object], Mapping[str, Sequence[TableCell | None]]]
 
 
-def clients_grid(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Grid:
+def clients_grid(
+    counts: Sequence[Sequence[int]], names: Sequence[str], sites: Sequence[object] = ()
+) -> Grid:
     """Return the rows of each class (line) and client (column).
 
-    ``counts`` is [clients][classes]. A last class may have no name.
+    ``counts`` is [clients][classes]. A last class may have no name. Without ``sites``,
+    clients have numbers.
     """
     most = max(1, *map(max, counts))
     lines = [*names]
@@ -168,7 +171,8 @@ def clients_grid(counts: Sequence[Sequence[int]], names: Sequence[str]) -> Grid:
     grid = {}
     for line, by_client in zip(lines, zip(*counts, strict=True), strict=True):
         grid[line] = [TableCell(str(count), count / most) for count in by_client]
-    return [f"{client} ({sum(rows)})" for client, rows in enumerate(counts)], grid
+    clients = zip(sites or range(len(counts)), counts, strict=True)
+    return [f"{client} ({sum(rows)})" for client, rows in clients], grid
 
 
 def heat_map(rows: Iterable[Row]) -> Grid:

@@ -18,8 +18,13 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.data import Names
 from fedrot.simulations.data.encode import Encoded, EncodedText
 from fedrot.simulations.data.labels import DataSet
-from fedrot.simulations.data.partition import partition_keys, split_clients
-from fedrot.simulations.data.read import DataError
+from fedrot.simulations.data.partition import (
+    held_out_rows,
+    parse_partition,
+    partition_keys,
+    split_clients,
+)
+from fedrot.simulations.data.read import DataError, clean, listed
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.tasks.objective import (
     Batch,
@@ -67,11 +72,25 @@ class Task:
         seed: int,
         client: int,
     ) -> tuple[ndarray, ndarray]:
-        """Return the numbers of a client's training rows and of its held-out rows."""
+        """Return the numbers of a client's training rows and of its held-out rows.
+
+        Of each class with two rows, one or more are held out.
+        """
+        rows = self.clients(seed)[client]
+        labels = self.data.train.labels[rows]
         rng = default_rng([seed, client])
-        rows = rng.permutation(self.clients(seed)[client])
-        held = int(len(rows) * self.experiment.holdout)
-        return np.sort(rows[held:]), np.sort(rows[:held])
+        held_out = held_out_rows(labels, self.experiment.holdout, rng)
+        return rows[~held_out], rows[held_out]
+
+    def site(self, seed: int, client: int) -> int | str:
+        """Return a client's value of the column that divides rows, or its number."""
+        kind, column = parse_partition(self.experiment.partition)
+        parts = self.clients(seed)
+        # A client that has never answered has the number of its node.
+        if kind != "column" or client >= len(parts):
+            return client
+        values = self.data.train.columns[column]
+        return listed(sorted({clean(values[row]) for row in parts[client]}))
 
 
 @lru_cache(maxsize=2)

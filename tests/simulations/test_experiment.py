@@ -20,9 +20,11 @@ from fedrot.simulations.experiment import (
     Experiment,
     read_experiments,
 )
+from fedrot.simulations.scenario import data_names
 from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.strategies import FedRot
+from tests.simulations.data.files import write
 
 LORA = {"r": 8, "target_modules": ["query"]}
 OF_LORA = {"model": "minilm", "lora": LORA}
@@ -79,6 +81,9 @@ def test_strategies_that_answer_the_question(fields, strategies):
         ({"seeds": 2}, "seeds", (0, 1)),
         ({"seeds": "1, 4,9"}, "seeds", (1, 4, 9)),
         ({"seeds": [7]}, "seeds", (7,)),
+        ({}, "clients", 4),
+        ({"partition": " column:site"}, "clients", 0),
+        ({"partition": "column:site", "clients": 3}, "clients", 3),
         ({}, "ranks", (None,)),
         (OF_LORA, "ranks", (8,)),
         (OF_RANKS, "ranks", (2, 4)),
@@ -161,7 +166,7 @@ TABLE = {"name": "mine"}
         ),
         *(
             ({name: 0}, "greater than 0")
-            for name in ("clients", "rounds", "batch_size", "lr", "width")
+            for name in ("rounds", "batch_size", "lr", "width")
         ),
         *(({name: 1}, "less than 1") for name in ("dropout", "holdout")),
         ({"max_length": 3}, "greater than 3"),
@@ -305,6 +310,25 @@ def test_experiments_of_a_file_share_its_base_and_its_strategies(
     (chosen, _) = read_experiments(file, {"strategies": "mine,fit_head", "lr": 0.5})
     assert names(chosen) == ["mine", "fit_head"]
     assert (chosen.lr, chosen.strategies[0].guard) == (0.5, "loss")
+
+
+def test_names_in_a_text_may_have_commas_where_they_are_known(tmp_path):
+    write(tmp_path / "any" / "a,b.csv", text=["x"])
+    write(tmp_path / "c.csv", text=["x"])
+    for text, wanted in (
+        ("any/a,b.csv", ["any/a,b.csv"]),
+        (" c.csv , a,b.csv,,any/a,b.csv", ["c.csv", "a,b.csv", "any/a,b.csv"]),
+        ("a,b,c.csv", ["a", "b", "c.csv"]),
+        (" , ", []),
+    ):
+        assert data_names(text, tmp_path) == wanted
+    one = of(data="a,b.csv", data_dir=tmp_path)
+    assert names(one) == names(of())
+    assert of(**{**OF_LORA, "data": "a,b.csv", "data_dir": tmp_path}).lora
+    text = "[[strategy]]\nname = 'a, b'\n[[strategy]]\nname = 'a'\n[[experiment]]\n"
+    file = file_of(tmp_path, text)
+    (chosen,) = read_experiments(file, {"strategies": "a,a, b,fedavg"})
+    assert names(chosen) == ["a", "a, b", "fedavg"]
 
 
 @pytest.mark.parametrize("name", ["demo", "different-one-shot", "different-rounds"])

@@ -165,7 +165,7 @@ def test_a_folder_of_something_else_stays(tmp_path):
         '{"commands": [], "versions": {}, "experiments": []}',
     ):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(FileExistsError, match="another kind"):
+        with pytest.raises(FileExistsError, match=r"has config\.json, which no run"):
             RunFolder(tmp_path, described(of()), "first")
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
     with pytest.raises(FileNotFoundError, match="not a run folder"):

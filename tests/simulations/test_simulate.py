@@ -32,11 +32,25 @@ from fedrot.simulations.engine import Ended, Job, Machine
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.models import build_model
 from fedrot.simulations.report import pages
-from fedrot.simulations.run_folder import Cell, RunFolder, cells_of, read_run
+from fedrot.simulations.run_folder import (
+    WRITTEN,
+    Cell,
+    RunFolder,
+    cells_of,
+    read_run,
+)
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import task_of
-from tests.simulations.commands import SMALL, Rows, run, settings
+from tests.simulations.commands import (
+    SMALL,
+    Rows,
+    contents,
+    run,
+    settings,
+    simulated,
+)
 from tests.simulations.commands import values as read_values
+from tests.simulations.data.files import write
 from tests.simulations.report.runs import row
 from tests.simulations.tasks.cases import SIZES, save
 
@@ -424,7 +438,7 @@ def test_what_is_known_and_said_of_the_data():
     of_column = {"train_limit": 400, "partition": "column:label_name", **chosen}
     remarks = " ".join(checked(of(**of_column)).sentences)
     assert "hold out" not in remarks
-    assert "(seed 0), of 7 values of 'label_name'." in remarks
+    assert re.search(r"Rows by site: (\w+, ){2,3}\w+ \d+, (\w+, ){2,3}", remarks)
     assert "always" not in " ".join(
         checked(of(task="mlm", strategies="fedavg")).sentences
     )
@@ -450,6 +464,57 @@ def test_a_strategy_that_cannot_run_is_refused(table, words):
     with pytest.raises(FedrotError, match=r"^strategy 'mine': ") as caught:
         checked(experiment)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted({".lock", *WRITTEN}))
+@pytest.mark.parametrize("option", ["--dry-run", "--workers=1"])
+def test_what_no_run_wrote_stays_and_nothing_is_computed(
+    name, option, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(runs, "checked", lambda _: pytest.fail("data were read"))
+    (tmp_path / name).write_text("{}")
+    says = f"has {name}, which no run of fedrot wrote"
+    run("simulate", "--out", tmp_path, option, code=2, says=says)
+    assert contents(tmp_path).keys() == {name}
+    assert (tmp_path / name).read_text() == "{}"
+    run("simulate", "--out", tmp_path / name, option, code=2, says="Not a directory")
+
+
+SITES = {"North": 40, "South ": 12, "East": 30}
+
+
+@pytest.fixture(scope="module")
+def hospitals(tmp_path_factory):
+    """A table of three sites; its path has a comma."""
+    path = tmp_path_factory.mktemp("sites") / "my,rows.csv"
+    sites = [site for site, size in SITES.items() for _ in range(size)]
+    texts = [f"day {row} was {('good', 'bad')[row % 2]}" for row in range(len(sites))]
+    return write(path, text=texts, label=["a", "b"] * 41, site=sites)
+
+
+def test_values_of_a_column_are_the_clients_by_their_names(hospitals, tmp_path):
+    """In lines, rows and the page; a path may have a comma."""
+    given = {"rounds": 1, "seeds": 1, "strategies": "fedavg,aligned"}
+    line = ("--data", hospitals, "--partition", "column:site")
+    printed = simulated(tmp_path / "run", given, *line)
+    assert "3 clients have" in printed
+    assert re.search(r"Rows by site: East \d+, North \d+, South \d+\.", printed)
+    kept = read_run(tmp_path / "run")
+    (about,) = kept.experiments.values()
+    assert (about["clients"], about["sites"]) == (3, ["East", "North", "South"])
+    scopes = {row["scope"] for row in kept.rows if row["scope"].startswith("client:")}
+    assert scopes == {f"client:{site}" for site in about["sites"]}
+    assert {row["client"] for row in kept.alignment} == set(about["sites"])
+    # A number shares sites among so many clients.
+    said = run(
+        *("simulate", "--out", tmp_path / "other", *line, "--clients", 2),
+        *settings({**SMALL, **given}),
+        "--dry-run",
+    )
+    assert "2 clients have" in said
+    assert re.search(r"Rows by site: East, South \d+, North \d+\.", said) or (
+        re.search(r"Rows by site: North \d+, East, South \d+\.", said)
+    )
 
 
 def test_a_run_that_cannot_begin_leaves_no_results(tmp_path):

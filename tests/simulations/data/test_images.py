@@ -73,13 +73,12 @@ SEEN = {
         f"16 bits {f}": (encoded(Image.fromarray(RAMP), f), EIGHT)
         for f in ("png", "tiff", "ppm")
     },
-    "16 bits, dark": (encoded(Image.fromarray(RAMP // 256), "ppm"), np.zeros((4, 4))),
+    "16 bits, dark": (encoded(Image.fromarray(RAMP // 257), "ppm"), EIGHT),
     "32 bits": (tiff(RAMP.astype(np.int32) * 999), EIGHT),
     "32 bits, small": (tiff(EIGHT.astype(np.int32) - 9), EIGHT),
     "floats": (tiff((RAMP / 65535).astype(np.float32)), EIGHT),
     "no numbers": (tiff(ODD), [[0, 255], [0, 255]]),
     "one value": (tiff(FLAT), np.zeros((2, 2))),
-    "nothing but no numbers": (tiff(FLAT * np.nan), np.zeros((2, 2))),
     "drawn in alpha": (encoded(Image.fromarray(HALF)), DRAWING[..., None].repeat(3, 2)),
     "grey in alpha": (encoded(Image.fromarray(HALF[..., 2:], "LA")), DRAWING),
     "half transparent": (png((255, 0, 0, 51), (1, 1), "RGBA"), [[[255, 204, 204]]]),
@@ -114,11 +113,49 @@ def test_pictures_are_as_they_are_seen(name, tmp_path):
     )
 
 
+@pytest.mark.parametrize("form", ["tiff", "png", "ppm"])
+@pytest.mark.parametrize("kind", ["uint16", ">u2", "int32", "float32"])
+def test_numbers_of_all_files_have_one_scale(kind, form, tmp_path):
+    """Classes that differ in brightness alone still do, also in a file of 8 bits."""
+    if form != "tiff" and kind != "uint16":
+        pytest.skip("the format has no such numbers")
+    levels = [100, 200, 300, 400]
+    files = [
+        encoded(Image.fromarray(np.full((4, 4), level, kind)), form) for level in levels
+    ]
+    split = ["train", "test", "train", "test"]
+    path = write(tmp_path / "a.parquet", image=files, label=[0, 0, 1, 1], split=split)
+    data, train, test = load(path)
+    seen = [train[0], test[0], train[1], test[1]]
+    assert [pixels.item(0) for pixels in seen] == [0, 85, 170, 255]
+    assert "4 of 4 images have more than 8 bits: 100 to 400, in all of" in data.remarks
+    files[0] = png(7, (4, 4), "L")
+    path = write(tmp_path / "a.parquet", image=files, label=[0, 0, 1, 1], split=split)
+    data, train, test = load(path)
+    seen = [train[0], test[0], train[1], test[1]]
+    assert [pixels.item(0) for pixels in seen] == [7, 0, 128, 255]
+    assert "3 of 4 images have more than 8 bits: 200 to 400" in data.remarks
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"],
+)
+def test_pictures_of_eight_bits_have_no_scale(mode, tmp_path, monkeypatch):
+    """Files have few of Pillow's modes, other readers more."""
+    monkeypatch.setattr(pictures.Image, "open", lambda _: Image.new(mode, (4, 4)))
+    path = write(tmp_path / "a.parquet", image=[b"any"] * 10, label=["a", "b"] * 5)
+    data, _, _ = load(path)
+    assert data.channels == (1 if mode in ("1", "L", "LA", "La") else 3)
+    assert "8 bits" not in data.remarks
+
+
 def test_a_folder_of_classes_is_divided_and_other_files_are_named(
     tmp_path,
 ):
     photos = folder_of(tmp_path / "photos", dog=10, none=5)
     (photos / "dog" / "0.png").rename(photos / "dog" / "0.TIFF")
+    (photos / "dog" / "1.png").rename(photos / "dog" / "1.jfif")
     folder_of(photos / "none", below=5)
     others = (
         "readme.md dog/notes.txt dog/._1.png dog/.a/1.png none/2.heic .git/a.png b.png "
@@ -140,7 +177,8 @@ def test_a_folder_of_classes_is_divided_and_other_files_are_named(
 
 def test_a_folder_with_splits_of_its_own(tmp_path):
     folder_of(tmp_path / "images" / "photos" / "train", a=3, b=2)
-    for count, split in enumerate(("test", "valid", "val", "validation"), start=1):
+    splits = ("test", "dev", "valid", "val", "validation")
+    for count, split in enumerate(splits, start=1):
         folder_of(tmp_path / "images" / "photos" / split, b=count)
         data, _, _ = load("photos", tmp_path)
         assert data.train.labels.tolist() == [0, 0, 0, 1, 1]
@@ -151,13 +189,17 @@ def test_folders_without_images_are_refused(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     folder_of(tmp_path / "half", a=3, b=0)
     folder_of(tmp_path / "alone" / "train", a=3)
-    folder_of(tmp_path / "few", a=1, b=2)
+    folder_of(tmp_path / "few", a=1)
+    folder_of(tmp_path / "nan", a=9)
+    (tmp_path / "nan" / "a" / "4.png").write_bytes(tiff(FLAT * np.nan))
+    (tmp_path / "half" / "b" / "1.heic").write_bytes(b"unknown")
     (folder_of(tmp_path / "broken", a=9) / "a" / "3.png").write_bytes(b"no image")
     for name, message in (
         ("empty", r"as in empty/CLASS/IMAGE.png"),
-        ("half", "half has no images, nor train.parquet, in b;"),
+        ("half", "half has no images, nor train.parquet, in b;.* 1.heic$"),
         ("alone", "no held-out split next to it; add one of validation, .*test"),
-        ("few", "3 rows, too few to hold one in 5"),
+        ("few", "1 rows, too few to hold one in 5"),
+        ("nan", r"a/4.png cannot be read as an image"),
         ("broken", r"a/3.png cannot be read as an image"),
     ):
         with pytest.raises(DataError, match=message):

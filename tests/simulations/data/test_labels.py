@@ -4,6 +4,7 @@ told.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from decimal import Decimal
 from pathlib import Path
@@ -15,9 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedrot.simulations.data.labels import label_columns, labelled
+from fedrot.simulations.data.class_remarks import class_remarks
+from fedrot.simulations.data.labels import SPLITS, label_columns, labelled
 from fedrot.simulations.data.read import DataError, Source
-from fedrot.simulations.data.texts import load_texts
+from fedrot.simulations.data.texts import load_tags, load_texts
 from tests.simulations.commands import Fields
 from tests.simulations.data.files import (
     ROWS,
@@ -99,11 +101,8 @@ PARQUET_ONLY = {
     ),
     "prices": (pa.array([Decimal("1.50"), Decimal("2.00")]), {}, "regression"),
     "bytes": (pa.array([b"neg", "süß".encode()]), {}, ("neg", "süß")),
-    "views": (
-        pa.array([b"neg", b"pos"], pa.binary_view()),
-        {},
-        "cannot be read .*view",
-    ),
+    "views": (pa.array([b"neg", b"pos"], pa.binary_view()), {}, ("neg", "pos")),
+    "views of texts": (pa.array(["neg", "pos"], pa.string_view()), {}, ("neg", "pos")),
     "bytes of no text": (
         pa.array([b"neg", b"\xff"]),
         {},
@@ -195,17 +194,74 @@ def test_classes_are_the_trimmed_composed_texts(values):
         (["Good", "good", "bad"], "'Good', 'good'"),
         (["a\u200bb", "ab"], "ab"),
         (["STRASSE", "straße"], "'STRASSE', 'straße'"),
+        (["Joy", "joy", "x"], "'Joy', 'joy'"),
+        (["very good", "very-good", "Very_Good"], "'very-good'"),
+        (["\uff4aoy", "joy"], "'joy', '\uff4aoy'"),
+        (["0", "0.0", "x", "1"], "'0', '0.0'"),
+        (["-0", "+0", "00", "0e9"], "'+0', '-0', '00', '0e9'"),
+        (["True", "1", "x"], "'1', 'True'"),
+        (["no", "0", "FALSE", "x"], "'0', 'FALSE', 'no'"),
         (["a", "b", "a b"], ""),
+        (["-1", "1", "1.5", "+", "-"], ""),
+        ([str(10**20), str(10**20 + 1)], ""),
     ],
 )
 def test_classes_that_look_alike_are_named(labels, alike):
-    table = pa.table({"label": labels})
-    said = read(table, table).remarks
-    assert said.startswith(
-        f"Labels: single, {', '.join(sorted(labels))} (--set label_kind: single, "
+    for columns in (
+        {"label": labels},
+        {name: [True, name == labels[0]] for name in labels},
+    ):
+        table = pa.table(columns)
+        said = " ".join(class_remarks(read(table, table)))
+        assert ("differ only in case, spaces" in said) == bool(alike)
+        for name in alike.split(", "):
+            assert name in said
+
+
+#: Labels of training rows, of held-out rows, and parts of what is said.
+UNKNOWN = [
+    (["a", "b"], ["a", "b"], ()),
+    (["a", "b"], ["a", "c"], ("1 of 3 classes have no training row, .*: 'c'", "'b'")),
+    (
+        ["0.0", "1.0", "x"],
+        ["0", "1", "x"],
+        ("2 of 5 .* training .*: '0', '1'.", "2 of"),
+    ),
+    ([0.5, 1.5], [2.5, 3.5], ()),
+    (["a", "-1"], ["a", "-1"], ("1 of 2 classes .* stands for no label.*: '-1'.",)),
+    ([1, -100], [1, -100], ("1 of 2 classes .* stands for no label.*: '-100'.",)),
+    (["NA", "<NA>", "None", "b"], ["b"] * 4, ("3 of 4 .* stands for no label",)),
+]
+
+
+@pytest.mark.parametrize(("train", "test", "parts"), UNKNOWN)
+def test_classes_that_no_model_or_no_score_can_know_are_named(train, test, parts):
+    found = read(pa.table({"label": train}), pa.table({"label": test}))
+    said = [*class_remarks(found)]
+    if not parts:
+        assert said == []
+    for part in parts:
+        assert re.search(part, " ".join(said))
+
+
+def test_unknown_labels_are_named_in_every_task(tmp_path):
+    """Of several labels, tags and pictures, also of rows that a limit leaves."""
+    flags = {"x": [True, False], "y": [True, False], "z": [False, False]}
+    other = {**flags, "z": [True, True]}
+    data = read(pa.table(flags), pa.table(other))
+    assert "1 of 3 classes have no training row" in next(class_remarks(data))
+    words = {"tokens": [["Rome"]] * 2, "split": ["train", "test"]}
+    path = write(tmp_path / "tags.parquet", ner_tags=[["B-LOC"], ["B-Loc"]], **words)
+    first, second, alike = class_remarks(load_tags(chosen(path)))
+    assert "1 of 2 classes have no training row, but test rows" in first
+    assert ("'Loc'" in first, "'LOC'" in second) == (True, True)
+    assert "'LOC', 'Loc' differ only" in alike
+    path = write(tmp_path / "many.csv", text=TEXTS, label=repeated([*"abcdefgh"]))
+    whole, few = (
+        [*class_remarks(load_texts(chosen(path, train_limit=n)))] for n in (None, 4)
     )
-    assert ("differ only in case, spaces" in said) == bool(alike)
-    assert alike in said
+    assert (whole, len(few)) == ([], 1)
+    assert "no training row" in few[0]
 
 
 #: Columns of training rows, of held-out rows, the hub's names; names and held-out
@@ -296,7 +352,15 @@ def test_a_file_is_divided_by_class_and_always_alike(tmp_path):
     for labels in ([i / 7 for i in range(ROWS)], TEXTS, ["one"] * ROWS):
         data = divided(tmp_path, text=TEXTS, label=labels)
         assert (len(data.train), len(data.test)) == (32, 8)
-        assert "one in 5, drawn" in data.remarks
+    labels = np.repeat([f"class {n:02}" for n in range(41)], [2] * 40 + [20])
+    texts = [f"text {n}" for n in range(100)]
+    for columns in (
+        {"label": labels},
+        {name: labels == name for name in np.unique(labels)},
+    ):
+        data = divided(tmp_path, text=texts, **columns)
+        assert np.bincount(data.test.labels).tolist() == [1] * 40 + [4]
+        assert [*class_remarks(data)] == []
 
 
 def test_a_column_split_divides_a_file(tmp_path):
@@ -306,6 +370,29 @@ def test_a_column_split_divides_a_file(tmp_path):
         wanted = TEXTS[1 :: len(names)]
         assert (len(data.train), [*data.test.inputs]) == (20, wanted)
         assert "held out" not in data.remarks
+        assert ("10 rows of 'validation' are not used" in data.remarks) == (
+            len(names) == 4
+        )
+
+
+@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("column", ["split", "Split"])
+def test_splits_have_usual_names_in_any_case(name, column, tmp_path):
+    held_out = "test" if SPLITS[name] == "train" else name.title()
+    values = repeated(["Train", held_out, name.upper(), held_out])
+    columns = {"text": TEXTS, "label": repeated([0, 1]), column: values}
+    data = divided(tmp_path, **columns)
+    sizes = (20, 20) if SPLITS[name] == "train" else (10, 30)
+    assert (len(data.train), len(data.test)) == sizes
+    assert column not in data.train.columns
+
+
+def test_a_column_split_may_be_the_label_or_be_in_one_of_two_tables(tmp_path):
+    path = write(tmp_path / "mine.csv", text=TEXTS, split=repeated(["north", "south"]))
+    data = load_texts(chosen(path, label_column="split"))
+    assert data.label_names == ("north", "south")
+    table = pa.table({"label": ["a", "b"], "split": ["north", "south"]})
+    assert read(table, table).train.columns == {"split": ["north", "south"]}
 
 
 def test_a_limit_takes_the_same_rows_and_changes_no_classes(tmp_path):

@@ -7,10 +7,12 @@ import pytest
 
 from fedrot.simulations.data.partition import (
     PartitionError,
+    held_out_rows,
     parse_partition,
     partition_keys,
     split_clients,
 )
+from fedrot.simulations.data.read import DataError
 
 LABELS = np.random.default_rng(0).choice(5, 2000, p=[0.3, 0.25, 0.2, 0.15, 0.1])
 COLUMNS = {"source": [f"s{i % 7}" if i % 3 else "big" for i in range(2000)]}
@@ -78,6 +80,8 @@ def test_key_classes_are_those_that_occur_and_get_no_more_than_an_equal_part():
     [
         ([3, 1, 3, 1], 2, [[1, 3], [0, 2]]),
         ([9, 10, 9], 2, [[1], [0, 2]]),  # the order of texts
+        ([3, 1, 3, 1], 0, [[1, 3], [0, 2]]),
+        (["b", "a ", "b", "a"], 0, [[1, 3], [0, 2]]),
         # By hand: a | b, then c to b's (6 < 7), d to a's (7 < 11), e: 11 and 11, the
         # first.
         (
@@ -94,6 +98,23 @@ def test_values_of_a_column_are_clients_or_grouped_and_never_cut(
         np.zeros(len(values), dtype=int), {"x": values}, "column:x", clients, 0
     )
     assert [part.tolist() for part in parts] == expected
+
+
+@pytest.mark.parametrize("share", [0, 0.1, 0.2, 0.5, 0.9])
+def test_each_class_with_two_rows_is_on_both_sides(share):
+    labels = np.repeat(np.arange(46), [1] * 5 + [2] * 40 + [20])
+    several = np.zeros((len(labels), 46), dtype=np.float32)
+    several[np.arange(len(labels)), labels] = 1
+    several[:5, 45] = 1  # a second label, of more rows
+    for found in (labels, several):
+        mask = held_out_rows(found, share, np.random.default_rng(0))
+        sizes = np.bincount(labels[mask], minlength=46)
+        assert sizes[:5].tolist() == [0] * 5
+        assert sizes[5:45].tolist() == [int(share > 0)] * 40
+        assert sizes[45] == 20 * share
+    for found in (np.arange(20), np.arange(20) / 3, np.zeros(20, dtype=int)):
+        mask = held_out_rows(found, share, np.random.default_rng(0))
+        assert mask.sum() == 20 * share
 
 
 NAN = np.nan
@@ -154,13 +175,18 @@ def test_a_specification_is_read_or_refused(spec, expected):
         ("iid", 0, "2000 rows cannot be divided among 0 clients"),
         ("iid", 2001, "2000 rows cannot be divided among 2001 clients"),
         ("pathological:6", 4, "pathological:6, 4 clients: .* Use fewer clients"),
-        ("column:author", 2, "0 values for 2 clients.* another column of source"),
-        ("column:source", 9, "8 values for 9 clients"),
+        *(
+            ("column:author", clients, "no such column .* one of source, or another")
+            for clients in (0, 2)
+        ),
+        ("column:source", 9, "8 values for 9 clients: big, s0,.* leave the number"),
         ("dirichlet:0.001", 200, "dirichlet:0.001, 200 clients: "),
     ],
 )
 def test_an_impossible_division_is_refused(spec, clients, message):
     with pytest.raises(PartitionError, match=message):
         split(spec, clients)
-    with pytest.raises(PartitionError, match="missing values"):
-        split_clients(np.zeros(2, dtype=int), {"x": ["a", None]}, "column:x", 1, 0)
+    for missing in (None, NAN):
+        columns = {"x": ["a", missing]}
+        with pytest.raises(DataError, match=r"column:x has no value .*row\(s\) 2,"):
+            split_clients(np.zeros(2, dtype=int), columns, "column:x", 1, 0)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +23,7 @@ from hypothesis import strategies as st
 
 from fedrot._io import DEEPEST, shallow
 from fedrot.simulations.data.read import DataError, find, read_table
-from fedrot.simulations.data.texts import load_tags, load_texts
+from fedrot.simulations.data.texts import load_domains, load_tags, load_texts
 from tests.simulations.data.files import TEXTS, bounded, chosen, write
 
 ROWS = "".join(f"{i},x{i % 2}\n" for i in range(10))
@@ -72,14 +74,33 @@ REFUSED = {
     ),
     "an open quotation": ("a.tsv", 'text\tlabel\n"a\tx\nb"\ty\n', OPEN),
     "the last mark is missing": ("a.csv", HEAD + ROWS + 'a,"x\n' + ROWS, OPEN),
-    "empty": ("a.csv", "", "no text column"),
+    "a mark inside of a cell": (
+        "a.csv",
+        HEAD + 'x,1\n"he said "hi" to me",1\n',
+        "row 3, .*',' expected.* written twice",
+    ),
+    "empty": ("a.csv", "", "is empty: it has no columns"),
     "equal names": (
         "a.csv",
         "text,label,label \na,1,2\n",
-        "two columns have equal names",
+        "2 columns of the name 'label'; rename",
     ),
     "numbers in a list": ("a.json", "[1, 2]", "needs an object for each row"),
-    "two types": ("a.jsonl", '{"text": "a"}\n{"text": 1}\n', "cannot be read .*int"),
+    **{
+        f"{first} beside {second}": (
+            "a.json",
+            json.dumps([{"text": value} for value in (None, first, first, second)]),
+            f"'text' has .*: {first!r} in row 2 and {re.escape(repr(second))} in row 4",
+        )
+        for first, second in (
+            ("0", 0),
+            (0, "0"),
+            (True, 1),
+            (1, True),
+            (0.5, False),
+            ("a", ["a"]),
+        )
+    },
     "a large number beside text": (
         "a.jsonl",
         f'{{"text": 1e3}}\n{{"text": {10**30}}}\n',
@@ -233,6 +254,7 @@ PLACES = [
         "g/m/train.tsv g/m/validation_matched.tsv",
     ),
     ("mine/train.csv mine/val.csv", "mine", "mine/train.csv mine/val.csv"),
+    ("mine/train.csv mine/dev.csv", "mine", "mine/train.csv mine/dev.csv"),
     ("goemotions_ekman.parquet", "goemotions_ekman", "goemotions_ekman.parquet"),
 ]
 
@@ -307,6 +329,25 @@ def test_what_is_not_found_is_told_without_a_network(
         find(name, tmp_path)
     with pytest.raises(DataError, match=r"not exist"):
         find(name, tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("my/rows,old.csv", "rows/mine.csv.gz", "rows/mine.xlsx", "rows/a.png:x"),
+        *("./mine", "../mine", "/mine", "~/mine", "mine/", "rows\\mine", "here/mine"),
+        *("my/rows,below", "sub/mine"),
+    ],
+)
+def test_what_may_be_a_path_does_not_leave_the_machine(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *_: pytest.fail("the hub was asked")
+    )
+    monkeypatch.chdir(tmp_path)
+    for folder in ("here", "data/sub", "my", "my/rows,below"):
+        (tmp_path / folder).mkdir(parents=True)
+    with pytest.raises(DataError):
+        load_domains(chosen(name, tmp_path / "data"))
 
 
 def hub_rows(*texts: str, hidden: bool = False) -> datasets.Dataset:
@@ -390,3 +431,8 @@ def test_numbers_of_a_hub_have_names(monkeypatch):
     data = load_tags(chosen("owner/entities"))
     assert data.tags == ("O", "B-PER", "I-PER")
     assert data.train.second[0].tolist() == [1, 0]
+    for wrong in (-100, -1):
+        rows = {"tokens": [["Anna", "is"]], "ner_tags": [[1, wrong]]}
+        split = datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
+        with pytest.raises(DataError, match=f"row 1 has .* {wrong}; each word needs"):
+            load_tags(chosen("owner/entities"))

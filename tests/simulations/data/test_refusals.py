@@ -29,15 +29,22 @@ REFUSED = {
         ({"text": [0.5, float("nan")] * 20}, r"row\(s\) 2, 4"),
         ({"text": [["text"]] * 40}, "holds list.*, no texts"),
         ({"text": [b"text"] * 40}, "no texts"),
-        ({"split": ["train", None] * 20}, "'split' column of .*has None, train"),
-        ({"split": ["train", "dev"] * 20}, "has dev, train; it needs 'train' and"),
-        ({"split": ["test", "validation"] * 20}, "it needs 'train'"),
-        ({"text": [*"abc"], "label": [0, 1, 1]}, "3 rows, too few to hold one in 5"),
+        ({"split": ["train", None] * 20}, "column 'split' of .*has None, train"),
+        ({"Split": ["train", "fold 2"] * 20}, "'Split' .*fold 2.* rename the column"),
+        *(
+            ({"split": values * 10}, "it needs 'train'.* rename the column")
+            for values in (["test", "validation"] * 2, ["train"] * 4, [0, 1] * 2)
+        ),
+        ({"text": ["a"], "label": [0]}, "1 rows, too few to hold one in 5"),
+        ({"label": [[0, 3]] * 40}, "list<.*, no labels; .* true and false"),
     ],
     "ner": [
         ({"tokens": None}, "no word list column 'tokens' or 'words' among ner_tags, s"),
         ({"label_column": "fine"}, "no tag list column 'fine'.* --label-column"),
         ({"tokens": ["Anna", "is", "a"]}, "'tokens' holds string, no word lists"),
+        ({"ner_tags": [{"0": "B-X"}] * 3}, "holds struct.* O, B-TYPE or I-TYPE for"),
+        ({"ner_tags": [[{"start": 0, "label": "X"}]] * 3}, "row 1 has 3 words"),
+        ({"ner_tags": [[[0, 1]]] * 3}, r"row 1 has .*\[0, 1\]; each word needs"),
         ({"ner_tags": [["O", None], ["O"], []]}, r"'ner_tags' has no .*row\(s\) 1,"),
         ({"ner_tags": [THREE, ["O"], []]}, "row 2 has 2 words in 'tokens', and in"),
         ({"ner_tags": [THREE, ["O"] * 2, ["O"]]}, "parquet, row 3 has 0 words"),
@@ -53,7 +60,7 @@ REFUSED = {
             {"image": None, "photo": [png(1)] * 2},
             "no image file column 'image' or 'img' among",
         ),
-        ({"image": ["a.png", "b.png"]}, "holds string, no image files"),
+        ({"image": ["a.png", "b.png"]}, "string, no image files; .* CLASS/IMAGE"),
         (
             {"image": [png(1), b"no image"]},
             "mine.parquet, row 2 cannot be read as an image",

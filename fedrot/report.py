@@ -74,7 +74,7 @@ class AlignmentReport:
     def __str__(self) -> str:
         lines = [
             f"squared distance to the anchor {self.before:.4g} -> {self.after:.4g}, "
-            f"{self.share():.1%} removed in {self.seconds:.2f} s"
+            f"{self.share():z.1%} removed in {self.seconds:.2f} s"
         ]
         for part in dict.fromkeys(group.part for group in self.groups):
             rows = self._of([part])
@@ -82,7 +82,7 @@ class AlignmentReport:
             certified = sum(row.certified for row in rows)
             best = f", {certified} already in the best order" if certified else ""
             lines.append(
-                f"  {part}: {self.share(part):.1%} removed, {moved} of {len(rows)} "
+                f"  {part}: {self.share(part):z.1%} removed, {moved} of {len(rows)} "
                 f"groups moved{best}"
             )
         return "\n".join(lines)

@@ -95,6 +95,7 @@ class Standing:
         values: metrics of the global model on the test rows, [seeds, metrics].
         worst: the headline metric of the worst client on its held-out rows, mean over
             seeds.
+        counted: how many clients have held-out rows, and how many rows each.
         megabytes, requests: size of all messages and their number, mean over seeds. NaN
             if unknown.
         against: metric -> difference from the reference.
@@ -106,6 +107,7 @@ class Standing:
     worst: float
     megabytes: float
     requests: float
+    counted: str = ""
     against: Mapping[str, Paired] = field(default_factory=dict)
 
     @property
@@ -300,7 +302,12 @@ def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
     values = frame[scopes == CENTRAL].pivot(
         index="seed", columns="metric", values="value"
     )
-    clients = frame[scopes.str.startswith(OF_CLIENT) & (frame["metric"] == headline)]
+    of_clients = frame[scopes.str.startswith(OF_CLIENT)]
+    clients = of_clients[of_clients["metric"] == headline]
+    counted = f"{clients['scope'].nunique()} clients"
+    rows = of_clients[of_clients["metric"] == "rows"]["value"]
+    if len(rows):
+        counted += f", {span(rows, '{:.0f}'.format)} rows each"
     worst = clients.groupby("seed")["value"].agg(
         "max" if headline in LOWER_IS_BETTER else "min"
     )
@@ -317,6 +324,7 @@ def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
         worst=worst.mean(),
         megabytes=(messages["bytes-sent"] + messages["bytes-received"]) / 1e6,
         requests=messages["requests"],
+        counted=counted,
     )
 
 

@@ -116,11 +116,9 @@ class CellRun(Cell):
         if server_round == self.experiment.rounds:
             for client, rows in self.client_rows().items():
                 if len(rows):
-                    self.record(
-                        f"client:{client}",
-                        server_round,
-                        training.evaluate(model, task, task.train, rows),
-                    )
+                    scores = training.evaluate(model, task, task.train, rows)
+                    scores = {**scores, "rows": len(rows)}
+                    self.record(f"client:{client}", server_round, scores)
         return metrics
 
     def with_fitted_task_head(

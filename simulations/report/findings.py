@@ -113,7 +113,9 @@ def _costs(verdict: Verdict) -> Iterator[str]:
         worst += f", {reference.name} {number(reference.worst)}"
         messages += f"; {reference.name} {_messages(reference)}"
     if not isnan(ours.worst):
-        yield f"Worst client, on its own held-out rows: {metric} {worst}"
+        yield (
+            f"Worst client, on its own held-out rows ({ours.counted}): {metric} {worst}"
+        )
     if not isnan(ours.megabytes):
         yield f"All messages of the run: {messages}"
 

@@ -199,7 +199,7 @@ def _share_cell(shares: Shares) -> TableCell:
         kind = "chance"
     elif share < 0:
         kind = "grew"
-    return TableCell(f"{100 * share:.0f}", min(abs(share) / FULL, 1.0), kind)
+    return TableCell(f"{100 * share:z.0f}", min(abs(share) / FULL, 1.0), kind)
 
 
 def format_difference(difference: Paired) -> str:

@@ -139,7 +139,7 @@ def share_removed(reports: Sequence[AlignmentReport], *parts: str) -> float:
 
 def percent(share: float) -> str:
     """Return a share as ``12.7 %``."""
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:z.1f} %"
 
 
 def shares_shown(reports: Iterable[AlignmentReport]) -> dict[str, tuple[float, float]]:

@@ -289,9 +289,15 @@ def test_the_worst_client_is_the_mean_over_seeds_of_the_lowest():
         for client, value in enumerate(own)
         for more in ({}, {"round": 0}, {"metric": "train-loss"})
     ]
+    sizes = [
+        row("fedavg", 0, 9 - client, scope=f"client:{client}", metric="rows")
+        for client in range(3)
+    ]
     assert judged([*FEDAVG, *rows]).recommended.worst == pytest.approx(0.15)
-    worst = "Worst client, on its own held-out rows: accuracy 0.150"
-    assert worst in told([*FEDAVG, *rows])
+    worst = "Worst client, on its own held-out rows (3 clients{}): accuracy 0.150"
+    assert worst.format("") in told([*FEDAVG, *rows])
+    counted = worst.format(", 7 to 9 rows each")
+    assert counted in told([*FEDAVG, *rows, *sizes])
     perplexity = [
         {**own, "metric": own["metric"].replace("accuracy", "perplexity")}
         for own in rows

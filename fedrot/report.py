@@ -82,7 +82,7 @@ class AlignmentReport:
             certified = sum(row.certified for row in rows)
             best = f", {certified} already in the best order" if certified else ""
             lines.append(
-                f"  {part}: {self.share(part):.1%} removed, {moved} of {len(rows)} "
+                f"  {part}: {self.share(part):z.1%} removed, {moved} of {len(rows)} "
                 f"groups moved{best}"
             )
         return "\n".join(lines)

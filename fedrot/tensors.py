@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -76,6 +77,13 @@ LARGEST_NORM = 1e17
 #: Weights of updates outside of this range would overflow or vanish in float32 sums.
 SMALLEST_WEIGHT = 1e-9
 LARGEST_WEIGHT = 1e12
+
+
+#: The name of an adapter in the names of a PEFT model's tensors:
+#: ``lora_A.NAME.weight``, ``lora_embedding_A.NAME``, ``modules_to_save.NAME.weight``.
+ADAPTER_NAME = re.compile(
+    r"((?<=\.lora_[AB])|(?<=\.lora_embedding_[AB])|\.modules_to_save)\.[^.]+"
+)
 
 
 def check_weight(weight: float) -> None:
@@ -164,7 +172,7 @@ def _missing(name: str, update: Mapping[str, Shaped], shapes: Shapes) -> str:
 
 def _alike(other: str, name: str) -> bool:
     """Return whether names differ by a prefix, or by PEFT's name of an adapter."""
-    unnamed = other.replace(".default", "")
+    unnamed = ADAPTER_NAME.sub("", other)
     return unnamed == name or other.endswith(f".{name}") or name.endswith(f".{other}")
 
 

@@ -232,7 +232,7 @@ class _Run:
             # The headline metric comes first.
             if not texts or row["metric"] in ("macro_f1", "loss"):
                 value = nan if row["value"] is None else row["value"]
-                texts.append(f"{row['metric']} {value:.3f}")
+                texts.append(f"{row['metric']} {value:z.3f}")
         self._print(cell, ", ".join(texts))
 
     def _jobs(self, grid: Any = None) -> list[Job]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from numbers import Integral, Real
+from typing import Any
 
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideAdaptiveClipping,
     DifferentialPrivacyClientSideFixedClipping,
@@ -19,7 +20,7 @@ from torch import nn
 
 from fedrot.errors import FedrotError, SymmetryError
 from fedrot.strategies.wire.arrays import from_arrays
-from fedrot.strategies.wire.flower_compat import callers
+from fedrot.strategies.wire.flower_compat import Evaluate, callers
 from fedrot.symmetry import Symmetry, check_family, symmetry_of
 from fedrot.tensors import Tensors
 
@@ -45,6 +46,38 @@ def check_functions(owner: object, *names: str) -> None:
             raise FedrotError(
                 f"{name} of {of} is a {kind}; give a function, like {name}=lambda: ..."
             )
+
+
+def read_evaluate(evaluate: Callable[[int, ArrayRecord], Any]) -> Evaluate:
+    """Return a server's evaluation function whose results are metrics, or None.
+
+    A dictionary becomes a record, and so does the pair of Flower's legacy interface, a
+    loss and a dictionary. Other results raise ``FedrotError``.
+    """
+
+    def evaluated(number: int, arrays: ArrayRecord) -> MetricRecord | None:
+        result = evaluate(number, arrays)
+        if result is None or isinstance(result, MetricRecord):
+            return result
+        metrics = result
+        try:
+            if isinstance(result, tuple):
+                loss, others = result
+                metrics = {"loss": loss, **others}
+            # Numbers of NumPy and tensors are no numbers to Flower.
+            plain = {
+                name: value.item() if hasattr(value, "item") else value
+                for name, value in metrics.items()
+            }
+            return MetricRecord(plain)
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise FedrotError(
+                f"The server's evaluation of round {number} returned {result!r:.80}. "
+                "Return MetricRecord({'loss': 0.5}) with numbers, a dictionary of "
+                "numbers, or None."
+            ) from error
+
+    return evaluated
 
 
 def check_described(name: str, described: object, align: bool) -> None:

@@ -134,6 +134,7 @@ class ReplyStrategy(PlaysRounds):
         """Run the rounds as Flower's ``Strategy.start``; replies are fetched singly.
 
         Args:
+            evaluate_fn: returns a ``MetricRecord``, a dictionary of numbers, or None.
             should_stop: as in Flower 1.43 and later. A resumed run calls it first with
                 the checkpoint's round, so that a stopped run stays stopped.
             **further: arguments of later versions of Flower, which are passed on.
@@ -154,7 +155,7 @@ class ReplyStrategy(PlaysRounds):
         if self.checkpoints is None or not self.checkpoints.rounds():
             config = train_config or ConfigRecord()
             initial_arrays = self.prepared(lazy, initial_arrays, config)
-        evaluating = evaluate_fn
+        evaluating = evaluate_fn and arguments.read_evaluate(evaluate_fn)
         if self.comparison is not None:
             merges = self.aggregator(1) is not None
             evaluating = self.comparison.evaluating(evaluating, merges)

@@ -47,6 +47,8 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
             a layer in place of True fits this layer. Clients need ``answer_with_sums``
             on their ``ClientApp``. An error after a round is a warning, and the round's
             model is taken.
+        trusted: with ``fit_head``, whether all sites trust each other, see
+            ``fit_task_head``.
         server: of ``ReplyStrategy``, like ``checkpoints`` and ``reporting``.
 
     Raises:
@@ -76,6 +78,7 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
         other_basis: OtherBasis | None = None,
         guard: str | Guard | None = None,
         fit_head: bool | str = False,
+        trusted: bool = False,
         server: Server | None = None,
         checkpoints: Checkpointing | None = None,
         reporting: Reporting | None = None,
@@ -87,6 +90,7 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
             other_basis=other_basis,
             guard=guard,
             fit_head=fit_head,
+            trusted=trusted,
             server=server,
             checkpoints=checkpoints,
             reporting=reporting,

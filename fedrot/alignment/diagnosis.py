@@ -312,7 +312,7 @@ def summed(lines: Iterable[Evidence], part: str | None = None) -> Evidence:
 
 def _shares(line: Evidence, whose: str = "") -> str:
     chance = line.chance_share
-    beside = "not known" if chance is None else f"{100 * chance:.1f} %"
+    beside = "not known" if chance is None else f"{100 * chance:z.1f} %"
     return f"{100 * line.share:z.1f} % of the distance{whose}, chance {beside}"
 
 

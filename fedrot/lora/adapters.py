@@ -119,8 +119,8 @@ class LoraSettings:
         if not isinstance(fields, Mapping) or known.isdisjoint(fields):
             raise FedrotError(
                 f"A {type(config).__name__} is no configuration of a LoRA adapter. "
-                'Give the LoraConfig of the model, peft_model.peft_config["default"], '
-                "or the content of adapter_config.json."
+                'Give the LoraConfig of the model, peft_model.peft_config["default"] '
+                "or of its adapter's name, or the content of adapter_config.json."
             )
         peft_type = fields.get("peft_type") or "LORA"
         kind = str(getattr(peft_type, "value", peft_type))

@@ -21,7 +21,7 @@ from fedrot.lora.adapters import (
 )
 from fedrot.lora.gauges import Wanted, gauged, keep_a, near_previous
 from fedrot.lora.products import decomposed
-from fedrot.tensors import TensorDict, Tensors
+from fedrot.tensors import ADAPTER_NAME, TensorDict, Tensors
 
 
 def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> TensorDict:
@@ -72,7 +72,7 @@ def fitted(tensors: Tensors, settings: object, rank: int | Tensors) -> TensorDic
     return reduced
 
 
-def adapter_tensors(model: Any, adapter: str = "default") -> TensorDict:
+def adapter_tensors(model: Any, adapter: str | None = None) -> TensorDict:
     """Return copies of an adapter's tensors, to be sent to ``FedRotLoRA``.
 
     These are the tensors of ``peft.get_peft_model_state_dict``, without the base
@@ -80,18 +80,18 @@ def adapter_tensors(model: Any, adapter: str = "default") -> TensorDict:
 
     Args:
         model: a ``peft.PeftModel``.
-        adapter: its name.
+        adapter: its name; None takes the active one, as in all functions here.
     """
     from peft import get_peft_model_state_dict
 
-    _check_adapter(model, adapter)
+    adapter = _adapter_of(model, adapter)
     tensors = get_peft_model_state_dict(
         model, adapter_name=adapter, save_embedding_layers=False
     )
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None:
+def load_adapter(model: Any, tensors: Tensors, adapter: str | None = None) -> None:
     """Load the tensors that ``FedRotLoRA`` sends into a PEFT model in place.
 
     An adapter of larger ranks is reduced to the ranks of the model's ``LoraConfig``
@@ -109,7 +109,7 @@ def load_adapter(model: Any, tensors: Tensors, adapter: str = "default") -> None
     _load(model, tensors, adapter, reduced=True)
 
 
-def load_as_sent(model: Any, tensors: Tensors, adapter: str = "default") -> None:
+def load_as_sent(model: Any, tensors: Tensors, adapter: str | None = None) -> None:
     """Load the tensors that ``FedRotLoRA`` sends in place, and reduce nothing.
 
     The model takes the ranks and scales of the tensors, so that clients of all ranks
@@ -124,7 +124,7 @@ def load_as_sent(model: Any, tensors: Tensors, adapter: str = "default") -> None
     _load(model, tensors, adapter, reduced=False)
 
 
-def train_only(model: Any, factors: str, adapter: str = "default") -> None:
+def train_only(model: Any, factors: str, adapter: str | None = None) -> None:
     """Set ``requires_grad`` of an adapter's factors.
 
     Task heads and other parameters are unchanged. Call this function before the
@@ -143,8 +143,7 @@ def train_only(model: Any, factors: str, adapter: str = "default") -> None:
     """
     if factors not in ("A", "B", "both"):
         raise FedrotError(f"factors is '{factors}'; choose A, B or both.")
-    _check_adapter(model, adapter)
-    parameters = factor_parameters(model, adapter)
+    parameters = factor_parameters(model, _adapter_of(model, adapter))
     for pair in pairs_of(parameters):
         parameters[pair.a].requires_grad_(factors != "B")
         parameters[pair.b].requires_grad_(factors != "A")
@@ -163,14 +162,14 @@ def factor_parameters(model: Any, adapter: str) -> dict[str, torch.nn.Parameter]
     return factors
 
 
-def _load(model: Any, tensors: Tensors, adapter: str, reduced: bool) -> None:
+def _load(model: Any, tensors: Tensors, adapter: str | None, reduced: bool) -> None:
     """Load an adapter, at its ranks or reduced to those of the ``LoraConfig``."""
     from peft import set_peft_model_state_dict
 
+    adapter = _adapter_of(model, adapter)
     layout = adapter_tensors(model, adapter)
-    inside = rf"\.lora_(embedding_)?[AB]\.{re.escape(adapter)}(\.weight)?$"
     for name in tensors:
-        if name not in layout and re.search(inside, name):
+        if name not in layout and ADAPTER_NAME.sub("", name) in layout:
             raise UpdateError(
                 f"The name of the received tensor '{name}' contains the adapter's "
                 "name, as in model.state_dict(). Send adapter_tensors(model)."
@@ -219,16 +218,20 @@ def _load(model: Any, tensors: Tensors, adapter: str, reduced: bool) -> None:
     set_peft_model_state_dict(model, adapted, adapter_name=adapter)
 
 
-def _check_adapter(model: Any, adapter: str) -> None:
+def _adapter_of(model: Any, adapter: str | None) -> str:
+    """Return the name of a model's LoRA adapter; None is the active one."""
     configs = getattr(model, "peft_config", {})
-    if adapter not in configs:
-        known = (
-            f"its adapters are {', '.join(configs)}"
-            if configs
-            else "it has no adapters"
-        )
+    names = [adapter or "default"]
+    if configs and adapter is None:
+        names = model.active_adapters
+        # A method of models of transformers.
+        names = names() if callable(names) else names
+    name = " + ".join(names)
+    if name not in configs:
+        known = f"its adapters are {', '.join(configs) or 'none'}"
         raise FedrotError(
-            f"The {type(model).__name__} has no adapter '{adapter}'; {known}. Give the "
-            "model that peft.get_peft_model returned."
+            f"The {type(model).__name__} has no adapter '{name}'; {known}. Give the "
+            "model that peft.get_peft_model returned, and its adapter's name."
         )
-    LoraSettings.of(configs[adapter])
+    LoraSettings.of(configs[name])
+    return name

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +28,9 @@ def labelled_rows(
     gradients are recorded.
 
     Raises:
-        FedrotError: no row has a label, the labels are not those of the problem, the
-            model has no logits or predicts the next token, or the layer's outputs are
-            not the logits.
+        FedrotError: there is no batch, no row has a label, the labels are not those of
+            the problem, the model has no logits or predicts the next token, or the
+            layer's outputs are not the logits.
     """
     name = type(model).__name__
     kind = OUTPUT_KINDS[problem_type]
@@ -63,7 +64,7 @@ def labelled_rows(
         return indices.reshape(*places, 1).expand(*places, outputs).contiguous()
 
     with watched(model, [task_head] if task_head else [], watch):
-        for batch in batches:
+        for batch in map(as_batch, batches):
             if "labels" not in batch:
                 raise FedrotError(f"A batch has no 'labels', only: {', '.join(batch)}.")
             logits = getattr(model(**forward_inputs(model, batch)), "logits", None)
@@ -82,8 +83,32 @@ def labelled_rows(
             read.clear()
     if not seen:
         raise FedrotError(
-            "No row has a label: all are negative or NaN. Pass at least one that has."
+            "No row has a label: all are negative or NaN, or there is no batch. An "
+            "iterator that was read before has none: pass a list, or a DataLoader."
         )
+
+
+def as_batch(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a batch whose labels are a tensor, given a tensor, an array or a list.
+
+    Raises:
+        FedrotError: the batch is no mapping, or its labels are no numbers.
+    """
+    if not isinstance(batch, Mapping):
+        raise FedrotError(
+            f"A batch is a {type(batch).__name__}; give keyword arguments of forward, "
+            "like {'input_ids': ..., 'labels': ...}."
+        )
+    labels = batch.get("labels")
+    try:
+        return (
+            {**batch, "labels": torch.as_tensor(labels)} if "labels" in batch else batch
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FedrotError(
+            f"The labels of a batch are {labels!r:.60}. Give a tensor, an array or a "
+            "list of numbers, one row each."
+        ) from error
 
 
 def _is_linear(model: nn.Module, task_head: str) -> bool:

@@ -290,9 +290,9 @@ def with_temperature(
 
 
 def temperature_in_words(temperature: float) -> str:
-    """Return ``temperature 6.17 (over-confident until logits are divided by it)``."""
+    """Return ``temperature 6.17 (over-confident before logits were divided by it)``."""
     confidence = "over" if temperature > 1 else "under"
-    effect = f"{confidence}-confident until logits are divided by it"
+    effect = f"{confidence}-confident before logits were divided by it"
     if 0.8 <= temperature <= 1.25:
         effect = "near 1: no correction was needed"
     return f"temperature {temperature:.2f} ({effect})"

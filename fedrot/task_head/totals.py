@@ -44,6 +44,9 @@ class Totals:
     Args:
         rows: the number of rows that each client has announced, by node.
         largest: see ``fedrot.task_head.bounds.largest_inputs``.
+
+    Attributes:
+        group: the number of each client's group, by node.
     """
 
     def __init__(self, rows: Mapping[int, int], largest: Tensor | None = None) -> None:
@@ -52,7 +55,7 @@ class Totals:
         self._capped = dict(zip(rows, capped([*rows.values()]), strict=True))
         # Neighbours by rows are in different groups, so that groups have like sizes.
         order = sorted(rows, key=lambda node: (rows[node], node))
-        self._group = {node: place % GROUPS for place, node in enumerate(order)}
+        self.group = {node: place % GROUPS for place, node in enumerate(order)}
         self._parts: dict[int, Tensor] = {}
         self._like: ClassSums | None = None
 
@@ -78,7 +81,7 @@ class Totals:
         self._like = sums
         rest = vector * (self._capped[node] / announced)
         empty = torch.zeros(len(_UNITS), len(vector), dtype=torch.float64)
-        parts = self._parts.setdefault(self._group[node], empty)
+        parts = self._parts.setdefault(self.group[node], empty)
         for unit, total in zip(_UNITS, parts, strict=True):
             part = (rest / unit).round() * unit
             total.add_(part)

@@ -139,12 +139,13 @@ class Votes:
     def losses(self, model: Hashable) -> tuple[float, float, float]:
         """Return the losses of the old model, of it calibrated, and of a model.
 
-        Calibrated is at its best temperature; the model is, too.
+        They are means over all rows, and so properties of each model. Calibrated is at
+        its best temperature; the model is, too.
         """
-        uncalibrated = self.means(self._old)[:, ONE]
-        first = float(self.centre(uncalibrated))
-        calibrated = first + float(self.change(self.at_best(self._old), uncalibrated))
-        return first, calibrated, calibrated + self.from_old(model).decisive
+        first = self.means(self._old)[:, ONE]
+        of_clients = torch.stack([first, self.at_best(self._old), self.at_best(model)])
+        old, calibrated, new = (of_clients @ self.rows / self.rows.sum()).tolist()
+        return old, calibrated, new
 
     def from_old(self, model: Hashable) -> Change:
         """Return the change from the old model, both at their best temperatures."""

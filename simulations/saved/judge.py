@@ -145,7 +145,7 @@ def verdict(
         advice += " --fit-head fits the task head to the training rows."
     first = (
         f"The merged model is {comparison} the best single one: {metric} "
-        f"{merged_scores[metric]:.3f} against {scores[best][metric]:.3f} ({best}) on "
+        f"{merged_scores[metric]:z.3f} against {scores[best][metric]:z.3f} ({best}) on "
         f"{len(task.test)} held-out rows.{advice}"
     )
     for name, values in {**scores, "merged": merged_scores}.items():
@@ -208,7 +208,7 @@ def _fitted(
     before = float(votes.means(old)[:, ONE])
     return changed, [
         f"The task head is {which} at {temperature_in_words(choice.temperature)}: "
-        f"loss {loss:.3f} on {len(held_out)} other rows, {before:.3f} before the fit."
+        f"loss {loss:z.3f} on {len(held_out)} other rows, {before:z.3f} before the fit."
     ]
 
 

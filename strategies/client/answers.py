@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from flwr.app import (
 )
 from torch import Tensor, nn
 
+from fedrot.errors import FedrotError
 from fedrot.lora.peft_model import load_as_sent
 from fedrot.strategies.arguments import check_functions
 from fedrot.strategies.client.shelf import Shelf
@@ -38,6 +39,7 @@ from fedrot.strategies.wire.fitting_messages import (
     TASK_HEAD,
     TASK_HEADS,
 )
+from fedrot.task_head.labelled_rows import as_batch
 from fedrot.task_head.losses import TaskHeads, collect_losses, compare_losses
 from fedrot.task_head.outputs import OUTPUT_KINDS
 from fedrot.task_head.sums import collect_classes
@@ -53,9 +55,11 @@ class LabelledRows:
     """The model and the rows that a client answers with.
 
     A client without training rows, or without held-out rows, returns an empty list.
+    An iterator has to be a new one in each call.
 
     Attributes:
-        build: returns a ``transformers`` classifier.
+        build: returns a ``transformers`` classifier, or a PEFT model, of which the
+            active adapter is used.
         training: returns the client's training rows: keyword arguments of forward, with
             ``labels``.
         held_out: returns rows that the client has not trained on, in the same form; the
@@ -115,13 +119,13 @@ class _Request:
         stage = self._config[STAGE]
         if stage == COUNT:
             counts = {
-                "training": self._labelled(data.training()),
-                "held_out": self._labelled(data.held_out()),
+                "training": self._labelled(_read(data, "training")),
+                "held_out": self._labelled(_read(data, "held_out")),
             }
             return RecordDict({ROWS: MetricRecord({**counts})})
         if not self._task_head:
             model = _loaded(data.build(), from_arrays(self._arrays[MODEL]))
-            losses = collect_losses(model, data.held_out())
+            losses = collect_losses(model, _read(data, "held_out"))
             return RecordDict({LOSSES: to_arrays(vars(losses))})
         bodies = self._bodies()
         if bodies is None:
@@ -131,13 +135,16 @@ class _Request:
         models = (_loaded(model, body) for body in bodies)
         if stage == SUM:
             sums = collect_classes(
-                next(models), data.training(), self._task_head, self._problem_type
+                next(models),
+                _read(data, "training"),
+                self._task_head,
+                self._problem_type,
             )
             return RecordDict({SUMS: to_arrays(sums.packed())})
         records = [self._arrays[f"{TASK_HEADS}-{i}"] for i in range(len(bodies))]
         losses = compare_losses(
             models,
-            [*data.held_out()],
+            [*_read(data, "held_out")],
             self._task_head,
             [TaskHeads(**from_arrays(record)) for record in records],
             self._problem_type,
@@ -171,6 +178,26 @@ class _Request:
         has_label = OUTPUT_KINDS[self._problem_type].has_label
         labels = (batch["labels"] for batch in batches if "labels" in batch)
         return sum(int(has_label(of_batch).sum()) for of_batch in labels)
+
+
+def _read(data: LabelledRows, name: str) -> Iterator[Mapping[str, Tensor]]:
+    """Yield the batches of training or held-out rows.
+
+    Raises:
+        FedrotError: the batches are an iterator that was read before.
+    """
+    rows: Callable[[], Batches] = getattr(data, name)
+    batches = rows()
+    empty = True
+    for batch in batches:
+        empty = False
+        yield as_batch(batch)
+    if empty and isinstance(batches, Iterator) and rows() is batches:
+        raise FedrotError(
+            f"{name} of LabelledRows returns the same iterator in each call, and it is "
+            "used up. Return a list, a DataLoader, or a new iterator: "
+            f"{name}=lambda: iter(loader)."
+        )
 
 
 def _loaded(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

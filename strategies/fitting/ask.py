@@ -66,6 +66,7 @@ class Clients:
         config: sent with all requests.
         timeout: seconds to wait for the answers to each request.
         described: the model's configuration; None for an adapter.
+        trusted: whether the sums of all clients are used, also harmful ones.
     """
 
     grid: Grid
@@ -74,6 +75,7 @@ class Clients:
     config: ConfigRecord | None = None
     timeout: float = 3600
     described: object = None
+    trusted: bool = False
 
     def ask(
         self,

@@ -32,7 +32,7 @@ from fedrot.task_head.choice import (
 from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.names import task_head_names
 from fedrot.task_head.sums import ClassSums
-from fedrot.task_head.totals import Groups, Totals, total_without
+from fedrot.task_head.totals import LONGEST, Groups, Totals, total_without
 from fedrot.task_head.votes import FEWEST, Votes, in_order
 from fedrot.tensors import compute_dtype
 
@@ -56,6 +56,8 @@ class Exchange:
             node: rows.training for node, rows in counts.items() if rows.training
         }
         self._held_out = [node for node, rows in counts.items() if rows.held_out]
+        #: The groups of the clients that have sent sums.
+        self._group = dict[int, int]()
         if not self._held_out:
             raise FedrotError(
                 "Task head: no client has held-out rows with 'labels' to choose by."
@@ -90,7 +92,9 @@ class Exchange:
         first, *others = fitted.values()
         reference = reference_among(first)
         groups = next(iter(sums.values()))
-        without = self._without_each(reference, groups)
+        without = dict[int, Candidate[Body]]()
+        if not self._clients.trusted:
+            without = self._without_each(reference, groups)
         # Candidates with one body stand together.
         candidates = [old, *first, *without.values()]
         for more in others:
@@ -102,8 +106,12 @@ class Exchange:
             if not reference.fitted or second.pays(reference_among(kept), reference):
                 log(
                     WARNING,
-                    "Task head: without the sums of %d of %d groups of clients it is "
-                    "better: left out.",
+                    "Task head: left out are the sums of %s (%d of %d groups): without "
+                    "them it is better. Their rows may be unlike the others', or their "
+                    "labels in another order. If all sites trust each other, "
+                    "trusted=True, beside fit_head=True or in fit_task_head, keeps all "
+                    "sums.",
+                    self._named(left_out),
                     len(left_out),
                     len(groups),
                 )
@@ -135,7 +143,7 @@ class Exchange:
             fitted=taken.fitted,
             temperature=choice.temperature,
             losses=votes.losses(choice.best),
-            rows=float(votes.weights.sum()),
+            rows=float(votes.rows.sum()),
             clients=len(votes.weights),
             share=taken.share,
             shrinkage=taken.shrinkage,
@@ -157,8 +165,24 @@ class Exchange:
             totals.add(node, sums)
 
         keep = (self._old, *bodies)
-        clients.ask_about([body], self._training, SUM, read, keep=keep)
-        return totals.groups()
+        answers = clients.ask_about([body], self._training, SUM, read, keep=keep)
+        sent = {node: totals.group[node] for node in answers}
+        self._group |= sent
+        groups = totals.groups()
+        if odd := {*sent.values()} - groups.keys():
+            log(
+                WARNING,
+                "Task head: left out are the sums of %s: their features are %.1f times "
+                "as large as the others', or more. Do they build the same model?",
+                self._named(odd),
+                LONGEST**0.5,
+            )
+        return groups
+
+    def _named(self, groups: Collection[int]) -> str:
+        """Return the ids of the clients in some groups: ``clients 7, 12``."""
+        nodes = [node for node, group in self._group.items() if group in groups]
+        return f"clients {', '.join(map(str, sorted(nodes)))}"
 
     def _fitted(
         self,

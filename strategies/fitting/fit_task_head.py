@@ -36,6 +36,7 @@ def fit_task_head(
     config: ConfigRecord | None = None,
     timeout: float = 3600,
     wire: torch.dtype | None = None,
+    trusted: bool = False,
 ) -> FittedTaskHead:
     """Fit the task head of a model to the rows of all connected clients; nobody trains.
 
@@ -63,6 +64,8 @@ def fit_task_head(
         config: sent with all requests, like ``train_config`` in a round.
         timeout: seconds to wait for the answers to each request.
         wire: precision of the model that is sent to the clients, as in ``Server``.
+        trusted: whether all sites trust each other. No client's sums are then left out
+            for making the head worse: labels that one site has alone count in full.
 
     Example: ``final = fit_task_head(grid, result.arrays, model.config).arrays``
 
@@ -70,7 +73,7 @@ def fit_task_head(
         FedrotError: the model has no such layer; no client has held-out rows; or no
             client gives a usable answer, with the last reason.
     """
-    fitting = TaskHeadFitting(model_config, task_head, wire)
+    fitting = TaskHeadFitting(model_config, task_head, wire, trusted)
     clients = fitting.clients(grid, config or ConfigRecord(), timeout, arrays)
     result = fitting.fit(clients, arrays)
     result.log("Task head")
@@ -86,14 +89,20 @@ class TaskHeadFitting:
         described: the model's configuration; not needed for an adapter.
         task_head: the name of the task head; None finds it.
         wire: as in ``Server``.
+        trusted: see ``fit_task_head``.
     """
 
     def __init__(
-        self, described: object, task_head: str | None, wire: torch.dtype | None
+        self,
+        described: object,
+        task_head: str | None,
+        wire: torch.dtype | None,
+        trusted: bool,
     ) -> None:
         self._described = described
         self._task_head = task_head
         self._wire = wire
+        self._trusted = trusted
         self._kept_by = dict[str, set[int]]()
 
     def clients(
@@ -119,6 +128,7 @@ class TaskHeadFitting:
                 "fedrot.task_head.task_head_of."
             )
         clients = Clients(grid, task_head, config=config, timeout=timeout)
+        clients.trusted = self._trusted
         if is_adapter:
             clients.problem_type = usual_problem_type(len(weight))
         else:

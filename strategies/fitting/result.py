@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from logging import INFO, WARNING
 
 from flwr.app import ArrayRecord
 from flwr.common import log
 
 from fedrot.task_head.losses import temperature_in_words
+from fedrot.task_head.votes import FEWEST
 
 #: With fewer held-out rows of all clients together, a warning is logged.
 FEW = 100
+
+#: Smaller changes of a loss are rounding errors.
+ROUNDING = 1e-6
 
 #: What is taken of a round's change.
 _TAKEN = {1.0: "the new model", 0.5: "the mean of the old and the new model"}
@@ -29,16 +33,17 @@ class FittedTaskHead:
             loss.
         fitted: whether its head is a fitted one.
         temperature: the divisor of the logits.
-        losses: loss of a held-out row: of the old model, of the old model at its best
-            temperature, and of the best model with a fitted head at its best
-            temperature; means with fewer than four clients, else centres
-            (``fedrot.task_head.votes``). NaN if no head could be fitted or compared.
-        rows: number of held-out rows that count.
+        losses: mean losses over all held-out rows: of the old model, of the old model
+            at its best temperature, and of the best model with a fitted head at its
+            best temperature. NaN if no head could be fitted or compared.
+        rows: number of held-out rows.
         clients: number of clients that evaluated the models.
         share: how much of a round's change of the body is taken: 0, 0.5 or 1.
         shrinkage: of the fitted head; NaN for the old head.
         change: of the loss, from the old model to the best with a fitted head; negative
-            is better.
+            is better. The choice goes by it: with four clients and more it is no
+            difference of ``losses``, but the centre of the clients' changes
+            (``fedrot.task_head.votes``).
         error: the standard error of ``change``, from the differences of rows.
     """
 
@@ -55,48 +60,41 @@ class FittedTaskHead:
 
     @property
     def loss(self) -> float:
-        """The loss of the model that is taken; NaN if unknown."""
+        """The mean loss of the model that is taken; NaN if unknown."""
         return self.losses[2] if self.fitted else self.losses[1]
 
-    def after(self, loss: float) -> FittedTaskHead:
-        """Return the same with losses from another loss of the old model on.
-
-        Centres of losses and of their changes do not add up: losses of successive
-        rounds have one scale if each continues the one before.
-
-        Args:
-            loss: NaN changes nothing.
-        """
-        if math.isnan(loss):
-            return self
-        shift = loss - self.losses[0]
-        return replace(self, losses=tuple(before + shift for before in self.losses))
-
-    def log(self, when: str) -> None:
-        """Log what was taken, by how much its loss is lower, and how surely."""
-        if not self.clients:
-            return
+    @property
+    def _difference(self) -> str:
+        """The change in words, and how sure it is."""
+        if abs(self.change) < ROUNDING:
+            return "the same as the old model's"
         certainty = "standard error"
         if abs(self.change) <= 2 * self.error:
             certainty = "standard error: within noise"
-        compared = "with no difference from the old model's"
-        if round(self.change, 6):
-            side = "lower" if self.change < 0 else "higher"
-            by = f"{abs(self.change):.2g} ± {self.error:.1g} ({certainty})"
-            compared = f"{side} than the old model's by {by}"
+        size = f"{abs(self.change):.2g} ± {self.error:.1g} ({certainty})"
+        return (
+            f"{'lower' if self.change < 0 else 'higher'} than the old model's by {size}"
+        )
+
+    def log(self, when: str) -> None:
+        """Log what was taken, its loss, and the change by which it was chosen."""
+        if not self.clients:
+            return
         taken = "the old model"
         if self.fitted:
             taken = f"{_TAKEN[self.share]} with a fitted head"
         log(
             INFO,
-            "%s, %d clients, %g held-out rows: taken is %s. The loss of the best model "
-            "with a fitted head is %.4g, %s; %s.",
+            "%s, %d clients, %g held-out rows: taken is %s. Its mean loss on all these "
+            "rows is %s. By the %s of the clients' changes, which decides, the loss of "
+            "the best model with a fitted head is %s; %s.",
             when,
             self.clients,
             self.rows,
             taken,
-            self.losses[2],
-            compared,
+            f"{self.loss:z.4g}",
+            "mean" if self.clients < FEWEST else "trimmed mean",
+            self._difference,
             temperature_in_words(self.temperature),
         )
         if self.rows < FEW:

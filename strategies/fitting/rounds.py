@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from logging import INFO, WARNING
 from typing import Any
 
@@ -14,7 +13,6 @@ from flwr.serverapp.strategy.strategy_utils import sample_nodes
 from fedrot.errors import FedrotError
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
-from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.round.record import RoundRecord
 
 
@@ -23,18 +21,24 @@ class FitsTaskHead(ReplyStrategy):
 
     Before the first round the head is fitted to the first model. After a round the
     clients' held-out rows choose among the model before the round, the round's model,
-    and the model half way, the last two with fitted heads: no round is worse than the
-    one before.
+    and the model half way, the last two with fitted heads. So no round is worse than
+    the one before on the rows of all clients together; a single client may lose.
 
     Args:
         *args: of the strategy behind.
         fit_head: whether to fit; a name fits the layer of this name.
+        trusted: whether all sites trust each other, see ``fit_task_head``.
         **kwargs: of the strategy behind.
     """
 
-    def __init__(self, *args: Any, fit_head: bool | str = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        fit_head: bool | str = False,
+        trusted: bool = False,
+        **kwargs: Any,
+    ) -> None:
         self.fit_head = fit_head
-        self.task_head_loss = math.nan
         super().__init__(*args, **kwargs)
         self._fitting: TaskHeadFitting | None = None
         if fit_head:
@@ -42,7 +46,7 @@ class FitsTaskHead(ReplyStrategy):
             name = fit_head if isinstance(fit_head, str) else None
             # An adapter has no configuration of its model.
             config = getattr(self, "model_config", None)
-            self._fitting = TaskHeadFitting(config, name, self.server.wire)
+            self._fitting = TaskHeadFitting(config, name, self.server.wire, trusted)
 
     @property
     def half_way(self) -> bool:
@@ -70,7 +74,9 @@ class FitsTaskHead(ReplyStrategy):
         names = ("min_available_nodes", "min_train_nodes")
         needed = max(getattr(self._weighting, name, 0) for name in names)
         sample_nodes(grid, needed, 0)  # waits for so many
-        return self._logged("Before round 1", self._fitting.fit(clients, arrays)).arrays
+        result = self._fitting.fit(clients, arrays)
+        result.log("Before round 1")
+        return result.arrays
 
     def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
         """Return the best model that a round offers, or the one before."""
@@ -86,14 +92,9 @@ class FitsTaskHead(ReplyStrategy):
         except FedrotError as error:
             log(WARNING, "%s: the task head is not changed. %s", when, error)
             return arrays
-        result = self._logged(when, result.after(self.task_head_loss))
+        result.log(when)
         record.measured = {**record.measured, **result.metrics()}
         if result.share == 0:
             # The round's updates are not in the model.
             record.origins.clear()
         return result.arrays
-
-    def _logged(self, when: str, result: FittedTaskHead) -> FittedTaskHead:
-        result.log(when)
-        self.task_head_loss = result.loss
-        return result

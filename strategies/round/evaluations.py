@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable
 from logging import WARNING
+from operator import attrgetter
 
-from flwr.app import Error, Message, MetricRecord, RecordDict
+from flwr.app import Error, Message
 from flwr.common import log
 
-from fedrot.errors import UpdateError, legible, refusal
+from fedrot.errors import legible, refusal
 from fedrot.strategies.round.asked import Asked, client_id
-from fedrot.strategies.round.inbox import (
-    metrics_layout,
-    numbers_of,
-    read_weight,
-    unlike,
-    with_common_layout,
-)
-from fedrot.strategies.wire.arrays import records_of_type
+from fedrot.strategies.round.inbox import averageable, read_weight
 
 
 def readable_evaluations(
@@ -27,10 +20,10 @@ def readable_evaluations(
 ) -> list[Message]:
     """Return the evaluations to average, then error replies; log dropped evaluations.
 
-    No evaluation is returned if all together have no examples. An evaluation without
-    examples is dropped if a metric is NaN, because the mean over all clients would be
-    NaN. Reasons of error replies are shortened to one line, because Flower's strategies
-    log them unchanged.
+    No evaluation is returned if all together have no examples. An evaluation is dropped
+    if a metric is not finite (``averageable``), also one without examples: the mean
+    would not be finite. Reasons of error replies are shortened to one line, because
+    Flower's strategies log them unchanged.
     """
     good: list[Message] = []
     failed: list[Message] = []
@@ -52,31 +45,13 @@ def readable_evaluations(
             continue
         try:
             asked.accept(message)
-            examples = read_weight(message.content, weighted_by)
-            if not examples:
-                _check_finite_metrics(message.content, weighted_by)
+            read_weight(message.content, weighted_by, zero=True)
         except Exception as error:
             drop(message, refusal(error))
         else:
             good.append(message)
-    good, odd = with_common_layout(
-        good, lambda message: metrics_layout(message.content)
+    good = averageable(good, attrgetter("content"), drop)
+    examples = sum(
+        read_weight(message.content, weighted_by, zero=True) for message in good
     )
-    for message in odd:
-        drop(
-            message, f"Its metrics differ: {unlike(message.content, good[0].content)}."
-        )
-    examples = sum(read_weight(message.content, weighted_by) for message in good)
     return (good if examples else []) + failed
-
-
-def _check_finite_metrics(content: RecordDict, weighted_by: str) -> None:
-    """Raise ``UpdateError`` if a metric is NaN or infinite."""
-    (metrics,) = records_of_type(content, MetricRecord).values()
-    for key, number in numbers_of(metrics):
-        if not math.isfinite(number):
-            raise UpdateError(
-                f"The metric '{weighted_by}' is {metrics[weighted_by]!r:.60}: there "
-                f"are no examples, and the metric '{key:.60}' is {number!r}. Omit this "
-                "metric, or send a finite number."
-            )

@@ -12,7 +12,7 @@ from flwr.common import log
 
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
-from fedrot.strategies.arguments import check_functions
+from fedrot.strategies.arguments import check_functions, read_evaluate
 from fedrot.strategies.reporting.verdict import KEPT_ALIGNED
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.wire.flower_compat import Evaluate
@@ -109,7 +109,7 @@ class Comparison:
         self.guard = guard
         self._name = name
         self._always = always
-        self._evaluate = guard.evaluate
+        self._evaluate = guard.evaluate and read_evaluate(guard.evaluate)
         self._known: tuple[int, ArrayRecord, MetricRecord | None] | None = None
 
     def evaluating(self, evaluate: Evaluate | None, merges: bool) -> Evaluate | None:
@@ -190,12 +190,12 @@ class Comparison:
         shown = (
             number,
             self._name,
-            values[ALIGNED],
-            values[PLAIN],
+            f"{values[ALIGNED]:z.4g}",
+            f"{values[PLAIN]:z.4g}",
             self.guard.metric,
             kept,
         )
-        log(INFO, "Round %d: %s %.4g, plain %.4g %s: kept %s", *shown)
+        log(INFO, "Round %d: %s %s, plain %s %s: kept %s", *shown)
         return means[best]
 
     def _value(self, number: int, metrics: MetricRecord | None) -> float:

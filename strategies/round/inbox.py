@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,45 @@ def metrics_layout(
         key: len(v) if isinstance(v, list) else None for key, v in record.items()
     }
     return name, tuple(sorted(lengths.items()))
+
+
+def averageable(
+    items: Sequence[T],
+    content_of: Callable[[T], RecordDict],
+    leave_out: Callable[[T, str], None],
+) -> list[T]:
+    """Return the replies whose metrics can be averaged together.
+
+    Their numbers are finite, and their metrics are those of most. If no reply has
+    finite numbers only, none is left out for that, and the mean is not finite either.
+
+    Args:
+        leave_out: called with every other reply and the reason.
+    """
+    infinite = [not_finite(content_of(item)) for item in items]
+    finite = [item for item, what in zip(items, infinite, strict=True) if not what]
+    for item, what in zip(items, infinite, strict=True):
+        if what and finite:
+            leave_out(item, f"{what} Send a finite number, or omit this metric.")
+    if items and not finite:
+        first = legible(infinite[0])
+        log(WARNING, "No client has finite metrics only. Of the first: %s", first)
+    good, odd = with_common_layout(
+        finite or items, lambda item: metrics_layout(content_of(item))
+    )
+    for item in odd:
+        difference = unlike(content_of(item), content_of(good[0]))
+        leave_out(item, f"Its metrics differ: {difference}.")
+    return good
+
+
+def not_finite(content: RecordDict) -> str:
+    """Return which metric of a content is NaN or infinite; empty if none is."""
+    for metrics in records_of_type(content, MetricRecord).values():
+        for key, number in numbers_of(metrics):
+            if not math.isfinite(number):
+                return f"The metric '{key:.60}' is {number!r}."
+    return ""
 
 
 def unlike(odd: RecordDict, common: RecordDict) -> str:
@@ -205,7 +245,7 @@ class Inbox:
                 f"{len(records_of_type(content, MetricRecord))} MetricRecords; send "
                 "exactly one of each."
             )
-        weight = read_weight(content, self.weighted_by, SMALLEST_WEIGHT)
+        weight = read_weight(content, self.weighted_by)
         (metrics,) = records_of_type(content, MetricRecord).values()
         for name, most in self.figures.items():
             value = metrics.get(name)
@@ -269,10 +309,11 @@ class Inbox:
             self.record.miss(client, self.in_front)
 
 
-def read_weight(
-    content: RecordDict, weighted_by_key: str, smallest: float = 0.0
-) -> float:
+def read_weight(content: RecordDict, weighted_by_key: str, zero: bool = False) -> float:
     """Return the weight in a content's only MetricRecord.
+
+    Args:
+        zero: whether a client may have no examples.
 
     Raises:
         UpdateError: there is no valid weight.
@@ -290,11 +331,14 @@ def read_weight(
             "one as weight of the clients: weighted_by_key=..."
         )
     weight = metrics.get(weighted_by_key)
-    if not isinstance(weight, (int, float)) or not smallest <= weight <= LARGEST_WEIGHT:
+    is_number = isinstance(weight, (int, float))
+    smallest = 0.0 if zero and weight == 0 else SMALLEST_WEIGHT
+    if not is_number or not smallest <= weight <= LARGEST_WEIGHT:
+        allowed = f"{SMALLEST_WEIGHT:g} to {LARGEST_WEIGHT:g}"
+        without = "; without examples, send 0" if zero else ""
         raise UpdateError(
-            f"The metric '{weighted_by_key}' is {weight!r:.60}; it must be a positive "
-            f"number up to {LARGEST_WEIGHT:g} (a client without examples has nothing "
-            "to average)."
+            f"The metric '{weighted_by_key}' is {weight!r:.60}. It weights the client, "
+            f"and must be a number from {allowed}{without}."
         )
     if (
         sum(len(v) + 1 if isinstance(v, list) else 1 for v in metrics.values())

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from logging import WARNING
-from typing import Protocol
+from operator import attrgetter
+from typing import NamedTuple, Protocol
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
@@ -21,9 +22,14 @@ from flwr.serverapp.strategy import (
 
 from fedrot.aggregation import Aggregator, Mean
 from fedrot.collect.statistics import TRAINED
-from fedrot.errors import UpdateError
+from fedrot.errors import UpdateError, legible
 from fedrot.strategies.round.guard import Comparison
-from fedrot.strategies.round.inbox import metrics_layout, unlike, with_common_layout
+from fedrot.strategies.round.inbox import (
+    averageable,
+    metrics_layout,
+    not_finite,
+    with_common_layout,
+)
 from fedrot.strategies.round.outbox import (
     as_sent,
     integers_of,
@@ -40,6 +46,7 @@ from fedrot.strategies.wire.flower_compat import (
     equal_weights,
     metrics_function,
     set_broadcast,
+    with_metrics_of,
     without_metrics,
 )
 from fedrot.tensors import Tensors
@@ -70,6 +77,13 @@ class Wrapped:
     broadcast: ArrayRecord
     align: bool
     min_replies: int
+
+
+class Told(NamedTuple):
+    """The metrics and small configurations of one client's update."""
+
+    client: int
+    content: RecordDict
 
 
 class Merge(Protocol):
@@ -117,8 +131,7 @@ class Averaged:
             self.mean = aggregator
         #: With a guard the mean of the updates as they were received.
         self._as_received = None if comparison is None else Mean()
-        #: Metrics and small configurations of the updates.
-        self._contents: list[RecordDict] = []
+        self._told: list[Told] = []
 
     def add(self, moved: Moved) -> Tensors | None:
         """Add an update; drop it if the aggregator refuses it."""
@@ -135,7 +148,8 @@ class Averaged:
             return None
         if self._as_received is not None:
             self._as_received.fold(update.tensors, update.weight, update.statistics)
-        self._contents.append(without_arrays(update.message.content))
+        content = without_arrays(update.message.content)
+        self._told.append(Told(update.client, content))
         self.record.merged(moved)
         if update.origin:
             self.record.origins.append(update.origin)
@@ -149,9 +163,12 @@ class Averaged:
         Any base strategy but ``FedAvg`` aggregates the mean as one update.
         """
         record = self.record
-        record.accepted = len(self._contents)
+        record.accepted = len(self._told)
         merged, is_plain = self._merged(wrapped)
-        metrics = _train_metrics(wrapped, self._contents) if self._contents else None
+        metrics = None
+        if self._told:
+            contents = _with_metrics(self._told)
+            metrics = metrics_function(wrapped.strategy)(contents, wrapped.weighted_by)
         if merged is None or wrapped.wrapped_class is FedAvg:
             return merged, metrics
         # The base strategy receives the mean as the round's only update.
@@ -264,7 +281,9 @@ class Listed:
         record.origins += [update.origin for update in good if update.origin]
         if not record.enough(wrapped.min_replies):
             return None, None
-        with clips_zero():
+        told = [Told(update.client, update.message.content) for update in good]
+        _with_metrics(told)
+        with clips_zero(), with_metrics_of(wrapped.strategy, _finite):
             messages = [update.message for update in good]
             arrays, metrics = _aggregated(
                 wrapped, record.number, messages, moved_broadcast
@@ -329,15 +348,16 @@ def _layout(update: Update) -> tuple[object, ...]:
     return update.record, *metrics_layout(update.message.content)
 
 
-def _train_metrics(wrapped: Wrapped, contents: Sequence[RecordDict]) -> MetricRecord:
-    """Aggregate the most common layout of metrics by the base strategy's function."""
-    good, odd = with_common_layout(contents, metrics_layout)
-    if odd:
-        log(
-            WARNING,
-            "The metrics of %d clients are left out, because they differ. Of the "
-            "first, %s.",
-            len(odd),
-            unlike(odd[0], good[0]),
-        )
-    return metrics_function(wrapped.strategy)(good, wrapped.weighted_by)
+def _with_metrics(told: Sequence[Told]) -> list[RecordDict]:
+    """Return the contents whose metrics are averaged; warnings name the others."""
+
+    def leave_out(odd: Told, reason: str) -> None:
+        log(WARNING, "Metrics of client %d left out: %s", odd.client, legible(reason))
+
+    good = averageable(told, attrgetter("content"), leave_out)
+    return [client.content for client in good]
+
+
+def _finite(contents: list[RecordDict]) -> list[RecordDict]:
+    """Return the contents whose metrics are finite; all if there are none."""
+    return [content for content in contents if not not_finite(content)] or contents

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -90,6 +90,23 @@ def _replaced(holder: object, **values: object) -> Iterator[None]:
 def without_metrics(strategy: Strategy) -> AbstractContextManager[None]:
     """Aggregate no training metrics inside the ``with`` block."""
     return _replaced(strategy, train_metrics_aggr_fn=lambda *_: MetricRecord())
+
+
+def with_metrics_of(
+    strategy: Strategy, choose: Callable[[list[RecordDict]], list[RecordDict]]
+) -> AbstractContextManager[None]:
+    """Aggregate the training metrics of chosen replies inside the ``with`` block.
+
+    The function that aggregates belongs to the strategy, or to the one that it wraps.
+    """
+    holder = getattr(strategy, "strategy", strategy)
+    aggregate: MetricsFunction | None = getattr(holder, "train_metrics_aggr_fn", None)
+    if aggregate is None:
+        return nullcontext()
+    return _replaced(
+        holder,
+        train_metrics_aggr_fn=lambda contents, key: aggregate(choose(contents), key),
+    )
 
 
 def transient_attributes(strategy: Strategy) -> frozenset[str]:

@@ -238,8 +238,8 @@ def test_the_quickstart_runs_in_simulation_and_fits_the_task_head_as_its_page_sa
     server.write_text(code.replace(line, f"{line}{added}"), encoding="utf-8")
     log = run.simulated(app, 2, toy)
     aligned_once(log)
-    # Two clients hold out four rows each.
-    assert re.search(r"Before round 1, 2 clients, 8 held-out rows", log), log
+    # Two clients choose by two rows each, and report on two others.
+    assert re.search(r"Before round 1, 2 clients, 4 held-out rows", log), log
 
 
 @pytest.mark.long

@@ -160,6 +160,19 @@ def test_every_block_of_the_front_pages_runs(page, tmp_path, monkeypatch):
             exec(compile(after, page, "exec"), own)
 
 
+def test_the_page_about_every_site_makes_a_page_of_all_sites(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = "how-to/checkpoints.md"
+    _executed(page, len(_code(page)))
+    text = (DOCS / page).read_text(encoding="utf-8")
+    (command,) = re.findall(
+        r"^```bash\nfedrot (report .*)\n```$", text, flags=re.MULTILINE
+    )
+    run(*shlex.split(command))
+    made = Path("rows.html").read_text(encoding="utf-8")
+    assert [n for n in (7, 8) if f"accuracy of site {n}" not in made] == []
+
+
 def test_the_page_about_comparisons_lists_the_named_strategies():
     text = (DOCS / "how-to/compare.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, flags=re.MULTILINE)

@@ -191,10 +191,13 @@ CALLS = {
         ),
         (
             lambda model, state: _align(
-                {n.replace("query.", "query.default."): t for n, t in state.items()},
+                {
+                    n.replace("query.", "query.modules_to_save.mine."): t
+                    for n, t in state.items()
+                },
                 state,
             ),
-            "query.default.weight' instead",
+            "query.modules_to_save.mine.weight' instead",
         ),
         (
             lambda model, state: _align(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -17,7 +18,14 @@ from transformers import BertConfig
 
 import fedrot
 from fedrot.simulations.run_folder import read_rows
-from fedrot.strategies import Aligned, FedRot, LabelledRows, Matching, OtherBasis
+from fedrot.strategies import (
+    Aligned,
+    FedRot,
+    Guard,
+    LabelledRows,
+    Matching,
+    OtherBasis,
+)
 from fedrot.strategies.settings import Checkpointing
 from tests.models import config_of, near
 from tests.strategies.classifier import NAME, build, state
@@ -120,6 +128,38 @@ def _start(
 
 def asked(message: Message) -> Message:
     raise AssertionError("a client was asked")
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        (0.5, {"accuracy": 0.75}),
+        {"loss": 0.5, "accuracy": torch.tensor(0.75)},
+        {"loss": np.float32(0.5), "accuracy": 0.75},
+    ],
+)
+def test_an_evaluation_may_return_what_older_ones_do(result):
+    nodes = grid_of(map(good, range(2)))
+    guard = Guard("loss", evaluate=lambda number, arrays: result)
+    for given in ({}, {"guard": guard}):
+        strategy = FedRot(CONFIG, fraction_evaluate=0.0, **given)
+        evaluate_fn = None if given else lambda number, arrays: result
+        history = strategy.start(nodes, ARRAYS, 1, evaluate_fn=evaluate_fn)
+        for metrics in history.evaluate_metrics_serverapp.values():
+            assert dict(metrics) == {"loss": 0.5, "accuracy": 0.75}
+        assert len(history.evaluate_metrics_serverapp) == (0 if given else 2)
+
+
+@pytest.mark.parametrize(
+    "result", [0.5, "0.5", (1, 2, 3), (0.5, 0.75), {"loss": "0.5"}, [0.5]]
+)
+def test_an_evaluation_that_returns_no_metrics_is_told_what_to_return(result):
+    with pytest.raises(
+        fedrot.FedrotError, match=r"round 0 returned .*Return MetricRecord\("
+    ):
+        FedRot(CONFIG).start(
+            grid_of([asked] * 2), ARRAYS, 1, evaluate_fn=lambda *_: result
+        )
 
 
 BROKEN = ArrayRecord({**BASE, BIAS: torch.full_like(BASE[BIAS], torch.nan)})

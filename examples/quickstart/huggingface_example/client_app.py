@@ -16,7 +16,7 @@ def train(message: Message, context: Context) -> Message:
     config = context.run_config
     model = task.build_model(config)
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    rows, _ = task.load_data(config, context.node_config)
+    rows, *_ = task.load_data(config, context.node_config)
     loss = task.train(
         model, rows, int(config["local-epochs"]), float(config["learning-rate"])
     )
@@ -29,10 +29,10 @@ def train(message: Message, context: Context) -> Message:
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """Evaluate the received model on rows that the client does not train on."""
+    """Evaluate the received model on rows that the client uses for nothing else."""
     model = task.build_model(context.run_config)
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    _, rows = task.load_data(context.run_config, context.node_config)
+    *_, rows = task.load_data(context.run_config, context.node_config)
     loss, accuracy = task.evaluate(model, rows)
     metrics = {"num-examples": len(rows.dataset), "loss": loss, "accuracy": accuracy}
     return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)

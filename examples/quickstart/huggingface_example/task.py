@@ -36,11 +36,18 @@ def _federated(name: str, partitions: int) -> FederatedDataset:
     )
 
 
-def load_data(config: UserConfig, node: UserConfig) -> tuple[DataLoader, DataLoader]:
-    """Return a client's rows to train on, four in five, and its rows to evaluate on."""
+def load_data(config: UserConfig, node: UserConfig) -> list[DataLoader]:
+    """Return a client's rows to train on, four in five, to choose by, and to report on.
+
+    Rows that choose a model give it too good a score.
+    """
     federated = _federated(str(config["dataset-name"]), int(node["num-partitions"]))
     rows = federated.load_partition(int(node["partition-id"]))
     split: DatasetDict = rows.train_test_split(test_size=0.2, seed=42)
+    halves: DatasetDict = split["test"].train_test_split(test_size=0.5, seed=42)
+    split = DatasetDict(
+        {"train": split["train"], "choose": halves["train"], "report": halves["test"]}
+    )
     tokenizer = AutoTokenizer.from_pretrained(str(config["model-name"]))
     tokens = split.map(
         lambda batch: tokenizer(
@@ -50,10 +57,10 @@ def load_data(config: UserConfig, node: UserConfig) -> tuple[DataLoader, DataLoa
         remove_columns=["text"],
     ).rename_column("label", "labels")
     size, pad = int(config["batch-size"]), DataCollatorWithPadding(tokenizer)
-    return (
-        DataLoader(tokens["train"], batch_size=size, shuffle=True, collate_fn=pad),
-        DataLoader(tokens["test"], batch_size=size, collate_fn=pad),
-    )
+    return [
+        DataLoader(part, batch_size=size, shuffle=name == "train", collate_fn=pad)
+        for name, part in tokens.items()
+    ]
 
 
 def train(

@@ -208,8 +208,33 @@ def test_only_the_named_factors_of_one_adapter_train(trained):
     assert len(adapter_tensors(model, "default2")[pair.a]) == 2
 
 
+@pytest.mark.parametrize("load", [load_adapter, load_as_sent])
+@pytest.mark.parametrize("kind", ["head", "embedding"])
+def test_the_active_adapter_is_meant_whatever_its_name(kind, load):
+    build, options, _ = SENT[kind]
+    lora = peft.LoraConfig(r=4, **options)
+    model = peft.get_peft_model(build(), lora, "mine").double()
+    sender = adapted(build(), 4, 1, **options)
+    sent = adapter_tensors(sender)
+    load(model, sent)
+    assert same(adapter_tensors(model), sent)
+    train_only(model, "B")
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert {".lora_B.mine" in n for n in trained if "lora_B" in n} == {True}
+    assert not any("lora_A" in name for name in trained)
+    with pytest.raises(UpdateError, match=r"contains the adapter's name"):
+        load(model, {n: t for n, t in sender.state_dict().items() if "base_" not in n})
+    model.add_adapter("other", lora)
+    model.set_adapter("other")
+    assert not same(adapter_tensors(model), sent)
+    assert same(adapter_tensors(model, "mine"), sent)
+    model.base_model.set_adapter(["mine", "other"])
+    with pytest.raises(FedrotError, match=r"'mine \+ other'.* are mine, other"):
+        adapter_tensors(model)
+
+
 def test_models_without_this_adapter_are_refused():
-    with pytest.raises(FedrotError, match=r"'default'; it has no"):
+    with pytest.raises(FedrotError, match=r"'default'; its adapters are none"):
         adapter_tensors(nn.Linear(2, 2))
     with pytest.raises(FedrotError, match=r"'other'.* are default"):
         load_adapter(layers(), {}, "other")

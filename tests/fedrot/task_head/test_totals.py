@@ -51,7 +51,7 @@ def test_totals_are_the_sums_of_capped_rows_in_any_order(order, scale):
         )
         assert gap(total, slow) <= 2e-12 * slow.abs().max()
     # Clients 7 and 8 by number of rows, and so on, are in one group.
-    rest = [node for node in range(11) if totals._group[node] != 2]
+    rest = [node for node in range(11) if totals.group[node] != 2]
     slow = sum(shares[node] * clients[node].counts for node in rest)
     assert_close(total_without([2], groups).counts, slow)
 

@@ -49,8 +49,8 @@ class Kind:
     outputs: int = OUTPUTS
     #: Among which the head's is chosen.
     temperatures: tuple[float, ...] = TEMPERATURES
-    #: Whether clients have adapters of the ``RANKS``, and not models.
-    adapter: bool = False
+    #: The name of the clients' adapters, which have the ``RANKS``; empty for models.
+    adapter: str = ""
 
     @property
     def head(self) -> str:
@@ -90,9 +90,8 @@ class Kind:
             "target_modules": ["query", "value"],
             "modules_to_save": ["classifier"],
         }
-        model = peft.get_peft_model(
-            model, peft.LoraConfig(r=rank, lora_alpha=8, **targets)
-        ).eval()
+        lora = peft.LoraConfig(r=rank, lora_alpha=8, **targets)
+        model = peft.get_peft_model(model, lora, self.adapter).eval()
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.data.normal_()
@@ -102,7 +101,7 @@ class Kind:
     def config(self) -> Any:
         """What describes the model to a server."""
         model = self.build()
-        return model.peft_config["default"] if self.adapter else model.config
+        return model.peft_config[self.adapter] if self.adapter else model.config
 
     def state(self) -> State:
         model = self.build()
@@ -237,7 +236,8 @@ KINDS = {
         outputs=1,
         temperatures=(1.0,),
     ),
-    "adapter": replace(SINGLE, adapter=True),
+    "adapter": replace(SINGLE, adapter="default"),
+    "adapter of another name": replace(SINGLE, adapter="mine"),
 }
 
 

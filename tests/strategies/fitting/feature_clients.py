@@ -153,7 +153,7 @@ def client(
 
 
 def fitted(
-    clients: list[Client], old: dict[str, Tensor] | None = None
+    clients: list[Client], old: dict[str, Tensor] | None = None, **given: Any
 ) -> FittedTaskHead:
     grid = grid_of(clients)
     return fit_task_head(
@@ -162,6 +162,7 @@ def fitted(
         {"model_type": "bert"},
         task_head="classifier",
         timeout=1,
+        **given,
     )
 
 

@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message
 from flwr.clientapp import ClientApp
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 import fedrot
-from fedrot.strategies import FedRot
+from fedrot.strategies import FedRot, LabelledRows, answer_with_sums
+from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.wire.fitting_messages import LOSSES, ROWS, STAGE, SUMS
-from fedrot.task_head.losses import temperature_in_words
+from fedrot.task_head.losses import collect_losses, temperature_in_words
 from tests.strategies.fakes import (
     Client,
     failure,
@@ -31,6 +35,7 @@ from tests.strategies.fitting.classifiers import (
     as_predicted,
     edited,
 )
+from tests.strategies.fitting.feature_clients import OLD, client, drawn, fitted
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -73,6 +78,48 @@ def test_a_temperature_is_explained(temperature, word):
     assert temperature_in_words(temperature).startswith(
         f"temperature {temperature:.2f} ({word}"
     )
+
+
+@pytest.mark.parametrize(
+    ("loss", "change", "error", "words"),
+    [
+        (-0.0, -0.0, 0.0, ("rows is 0. By", "is the same as before; ")),
+        (0.7, 1e-9, 1e-10, ("is the same as before; ",)),
+        (0.7, 0.02, 0.005, ("is higher than before by 0.02 ± 0.005 (standard error)",)),
+        (0.7, -0.02, 0.01, ("is lower than before by 0.02 ± 0.01", "within noise")),
+    ],
+)
+def test_numbers_of_the_choice_in_words(loss, change, error, words, caplog):
+    losses = (1.0, 0.9, loss)
+    figures = {"losses": losses, "rows": 200, "change": change, "error": error}
+    found = FittedTaskHead(ArrayRecord(), fitted=True, clients=5, **figures)
+    with caplog.at_level("INFO", logger="flwr"):
+        found.log("Round 1")
+    assert "By the trimmed mean of the clients' changes" in caplog.text
+    assert [word for word in words if word not in caplog.text] == []
+
+
+def test_the_loss_that_is_told_is_a_property_of_the_model():
+    """Of five clients and more, whatever the head before: the oracle are all rows."""
+    sizes = [10, 20, 40, 80, 160, 320]
+    clients = [client(seed, held_out=rows) for seed, rows in enumerate(sizes)]
+    rows = [drawn(1000 + seed, rows) for seed, rows in enumerate(sizes)]
+    features, labels = map(torch.cat, zip(*rows, strict=True))
+    told = {}
+    for seed in range(6):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            old = {name: torch.randn(tensor.shape) for name, tensor in OLD.items()}
+        found = fitted(clients, old)
+        weight, bias = (tensors_of(found.arrays)[name].double() for name in OLD)
+        loss = cross_entropy(features @ weight.mT + bias, labels)
+        assert found.loss == pytest.approx(float(loss), rel=1e-5)
+        assert found.metrics()["fedrot-head-loss"] == found.loss
+        assert found.rows == sum(sizes)
+        told.setdefault((found.shrinkage, found.temperature), []).append(found.loss)
+    several = [losses for losses in told.values() if len(losses) > 1]
+    assert several
+    assert all(max(losses) - min(losses) < 1e-9 for losses in several)
 
 
 def test_a_head_that_is_worse_on_held_out_rows_is_not_taken(
@@ -199,6 +246,59 @@ def test_an_answer_that_is_none_is_left_out_and_named(name, what, warnings):
     assert (found.fitted, found.temperature) == (True, expected.temperature)
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
     assert largest_difference(found.arrays, expected.arrays) == 0
+
+
+def answering(**rows: Any) -> Client:
+    """Return a client whose functions return these in each call."""
+    app = ClientApp()
+    both = {"training": [SINGLE.rows(7)], "held_out": [SINGLE.rows(17, 40)], **rows}
+    functions = {name: (lambda own=own: own) for name, own in both.items()}
+    data = LabelledRows(SINGLE.drawn, **functions)
+    answer_with_sums(app, lambda message, context: data)
+    return node_of(app)
+
+
+@pytest.mark.parametrize("name", ["training", "held_out"])
+def test_an_iterator_that_is_used_up_is_named(name, warnings):
+    used = answering(**{name: iter([SINGLE.rows(7)])})
+    # All functions return the same object; a client without rows has an empty list.
+    SINGLE.fitted([used, answering(**{name: []}), answering()])
+    assert "Client 100: it failed" in warnings()
+    assert f"{name} of LabelledRows returns the same iterator" in warnings()
+    assert "Client 101" not in warnings()
+    with pytest.raises(fedrot.FedrotError, match="used up"):
+        SINGLE.fitted([used])
+    with pytest.raises(fedrot.FedrotError, match="iterator"):
+        collect_losses(SINGLE.build(), iter([]))
+
+
+@pytest.mark.parametrize(
+    "convert", [Tensor.tolist, Tensor.numpy], ids=["list", "array"]
+)
+@pytest.mark.parametrize("name", ["single", "multi", "regression"])
+def test_labels_may_be_arrays_and_lists(name, convert, warnings):
+    kind = KINDS[name]
+    pairs = [
+        [{**rows, "labels": convert(rows["labels"])} for rows in pair]
+        for pair in kind.pairs()
+    ]
+    found = kind.fitted([kind.client(*pair) for pair in pairs])
+    assert warnings() == ""
+    assert largest_difference(found.arrays, kind.fitted(kind.clients()).arrays) == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "word"),
+    [
+        ({**SINGLE.rows(7), "labels": ["good", "bad"]}, "a batch are ['good', 'bad']"),
+        ({**SINGLE.rows(7), "labels": [[0, 1], [2]]}, "a batch are [[0, 1], [2]]"),
+        (tuple(SINGLE.rows(7).values()), "A batch is a tuple"),
+    ],
+)
+def test_batches_that_cannot_be_read_are_named(batch, word, warnings):
+    SINGLE.fitted([*SINGLE.clients(), answering(held_out=[batch])])
+    assert "Client 103: it failed" in warnings()
+    assert word in warnings()
 
 
 @pytest.mark.parametrize(

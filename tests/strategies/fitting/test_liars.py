@@ -10,20 +10,28 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord, ConfigRecord
 from torch import Tensor
 
+from fedrot.strategies import FedRot
 from fedrot.strategies.wire.fitting_messages import LOSSES, ROWS, SUMS
+from fedrot.task_head.fit import fitted_task_head
+from fedrot.task_head.sums import ClassSums
 from fedrot.task_head.votes import Votes
+from tests.strategies.fakes import grid_of, tensors_of
 from tests.strategies.fitting.feature_clients import (
     CENTRES,
     CLASSES,
+    OLD,
     WIDTH,
     Answer,
     Lie,
     accuracy,
     client,
+    drawn,
     fitted,
     packed,
+    sums_of,
     unpacked,
 )
 
@@ -146,6 +154,46 @@ def test_a_quarter_of_liars_costs_little_accuracy(sizes):
         found[case] = played(at, lie(*case))
     assert honest > 0.8
     assert not {case: value for case, value in found.items() if value < honest - 0.03}
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_sums_that_are_left_out_are_named_and_those_of_trusted_sites_stay(
+    trusted, warnings
+):
+    """The oracle of trusted sites is the head that is fitted to all sums, as sent."""
+    turned = lie("labels turned", "honest", 1)
+    clients = [client(seed, lie=turned if seed == 4 else None) for seed in range(9)]
+    found = fitted(clients, trusted=trusted)
+    assert found.fitted
+    # Eight groups: the first and the last of nine clients share one.
+    assert ("sums of clients 104 (1 of 8 groups)" in warnings()) is not trusted
+    assert ("trusted=True" in warnings()) is not trusted
+    answers = [sums_of(*drawn(seed, 60)) for seed in range(9)]
+    answers[4] = SPOILT["labels turned"](answers[4])
+    every = [ClassSums(**answer) for answer in answers]
+    weight, bias = fitted_task_head(sum(every[1:], every[0]), found.shrinkage)
+    head = tensors_of(found.arrays)
+    of_all = torch.cat([weight, bias[:, None]], 1) / found.temperature
+    own = torch.cat([head["classifier.weight"], head["classifier.bias"][:, None]], 1)
+    assert torch.allclose(own.double(), of_all, atol=1e-3) is trusted
+
+
+def test_rounds_pass_on_that_sites_trust_each_other(warnings):
+    turned = lie("labels turned", "honest", 1)
+    clients = [client(seed, lie=turned if seed == 4 else None) for seed in range(9)]
+    for trusted in (True, False):
+        assert "left out" not in warnings()
+        strategy = FedRot(
+            {"model_type": "bert"}, fit_head="classifier", trusted=trusted
+        )
+        strategy.prepared(grid_of(clients), ArrayRecord(OLD), ConfigRecord())
+    assert "left out are the sums of clients 104" in warnings()
+
+
+def test_groups_with_large_features_are_named(warnings):
+    huge = lie("huge features", "honest", 1)
+    fitted([client(seed, lie=huge if seed == 2 else None) for seed in range(5)])
+    assert "left out are the sums of clients 102: their features" in warnings()
 
 
 @pytest.mark.parametrize("seed", [3, 6, 13])

@@ -226,6 +226,11 @@ def figures(moved: int, dropped: int = 0) -> dict[str, float]:
     return {FOUND: 0.1, CHANCE: 0.05, MOVED: moved, DROPPED: dropped}
 
 
+@pytest.mark.parametrize("share", [-1e-9, -0.0, 4e-4])
+def test_a_share_of_nothing_has_no_sign(share):
+    assert percent(share) == "0.0 %"
+
+
 def test_the_last_lines_of_a_run():
     rounds = {1: figures(12, 1), 2: figures(3, 2), 10: figures(0)}
     verdicts = {

@@ -49,8 +49,11 @@ LEFT_OUT = {
     "no weight": (evaluation(loss=9.0), "no 'rows'"),
     "a list": (evaluation(rows=1, loss=[9.0, 9.0], accuracy=1.0), "loss (list of 2)"),
     "another metric": (evaluation(rows=1, loss=9.0, f1=1.0), "f1"),
-    "NaN of no rows": (evaluation(rows=0, loss=math.nan, accuracy=1.0), "is 0: there"),
-    "Inf of no rows": (evaluation(rows=0.0, loss=1.0, accuracy=math.inf), "is 0.0: "),
+    "NaN of no rows": (evaluation(rows=0, loss=math.nan, accuracy=1.0), "is nan"),
+    "Inf of no rows": (evaluation(rows=0.0, loss=1.0, accuracy=math.inf), "is inf"),
+    "NaN": (evaluation(rows=5, loss=1.0, accuracy=math.nan), "'accuracy' is nan"),
+    "-Inf": (evaluation(rows=5, loss=-math.inf, accuracy=1.0), "'loss' is -inf"),
+    "nearly no rows": (evaluation(rows=1e-30, loss=9.0, accuracy=1.0), "from 1e-09"),
     "failed": (lambda m: Message(Error(1, FORGED), reply_to=m), "crashed"),
 }
 
@@ -78,6 +81,20 @@ def test_evaluations_that_cannot_be_averaged_are_left_out_and_named_in_one_line(
     assert len(told) == len(LEFT_OUT) + 1
     text = " ".join(told)
     assert [w for w in (*words, "already answered") if w not in text] == []
+
+
+def test_numbers_in_lists_are_finite_unless_no_client_has_finite_ones(warnings):
+    honest, odd = (
+        evaluation(**{"num-examples": 1, "losses": [3.0, last]})
+        for last in (4.0, math.nan)
+    )
+    strategy = FedRot(SYMMETRY)
+    assert evaluated(strategy, [odd, honest, odd])["losses"] == [3.0, 4.0]
+    assert warnings().count("dropped: The metric 'losses' is nan") == 2
+    first, last = evaluated(strategy, [odd, odd])["losses"]
+    assert first == 3.0
+    assert math.isnan(last)
+    assert "No client has finite metrics only" in warnings()
 
 
 @pytest.mark.parametrize("loss", [1.0, math.nan])

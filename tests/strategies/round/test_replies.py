@@ -182,8 +182,8 @@ BAD = {
         "num-examples",
     ),
     **{
-        f"weight {weight!r:.9}": (sends(TENSOR, weight), "num-examples")
-        for weight in (0, -3, 1e39, 1e-60, float("inf"), float("nan"), [1, 2], 10**400)
+        f"weight {weight!r:.9}": (sends(TENSOR, weight), "number from 1e-09 to 1e+12")
+        for weight in (0, -3, 1e39, 1e-30, float("inf"), float("nan"), [1, 2], 10**400)
     },
     **{
         f"integer {number!r:.9}": (with_metrics(more=number), "64 bits")
@@ -379,6 +379,23 @@ def test_in_the_mean(setup, tmp_path):
     ]
     if setup == "unaligned":
         assert largest_difference(arrays, played(setup, tmp_path, ALONE)[0]) > 1e-4
+
+
+@pytest.mark.parametrize("setup", ALL)
+def test_metrics_that_are_not_finite_are_left_out_and_their_update_is_not(
+    setup, tmp_path, warnings
+):
+    alone = played(setup, tmp_path, ALONE)[1]
+    model, *_ = played(setup, tmp_path, [*ALONE, GOOD_CLIENT])
+    for number in (np.nan, -np.inf):
+        clients = [*ALONE, with_metrics(loss=number)]
+        arrays, metrics, dropped = played(setup, tmp_path, clients)
+        assert metrics["loss"] == alone["loss"]
+        assert f"Metrics of client 1103 left out: The metric 'loss' is {number}" in (
+            warnings()
+        )
+        assert not dropped
+        assert largest_difference(arrays, model) == 0
 
 
 def test_an_array_that_does_not_say_its_shape_is_checked_once_it_is_decoded():

@@ -33,6 +33,7 @@ from fedrot.simulations.report.pages import present
 from fedrot.simulations.run_folder import Cell, Row, RunFolder, cells_of, only_writer
 from fedrot.simulations.summary import CENTRAL
 from fedrot.simulations.tasks import training
+from fedrot.strategies.reporting.verdict import HEAD_FAILED
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 
 #: Folder of shared trainings of running jobs, in a run folder.
@@ -219,6 +220,8 @@ class _Run:
             if not texts or row["metric"] in ("macro_f1", "loss"):
                 value = nan if row["value"] is None else row["value"]
                 texts.append(f"{row['metric']} {value:.3f}")
+        if any(row["metric"] == HEAD_FAILED and row["value"] for row in result.rows):
+            texts.append("task head not fitted, the cell's log says why")
         self._print(cell, ", ".join(texts))
 
     def _jobs(self, grid: Any = None) -> list[Job]:

@@ -56,6 +56,8 @@ class Exchange:
             node: rows.training for node, rows in counts.items() if rows.training
         }
         self._held_out = [node for node, rows in counts.items() if rows.held_out]
+        #: Of the labels, for losses.
+        self._units = torch.ones(1)
         if not self._held_out:
             raise FedrotError(
                 "Task head: no client has held-out rows with 'labels' to choose by."
@@ -90,6 +92,9 @@ class Exchange:
         first, *others = fitted.values()
         reference = reference_among(first)
         groups = next(iter(sums.values()))
+        # No group of clients decides alone.
+        units = [of_group.kind.units(of_group.counts) for of_group in groups.values()]
+        self._units = torch.stack(units).median(0).values
         without = self._without_each(reference, groups)
         # Candidates with one body stand together.
         candidates = [old, *first, *without.values()]
@@ -133,7 +138,7 @@ class Exchange:
         return FittedTaskHead(
             ArrayRecord({**body.arrays, **to_arrays(head)}),
             fitted=taken.fitted,
-            temperature=choice.temperature,
+            temperature=choice.temperature * taken.divisor,
             losses=votes.losses(choice.best),
             rows=float(votes.weights.sum()),
             clients=len(votes.weights),
@@ -234,6 +239,7 @@ class Exchange:
                 "weight": torch.stack([head.weight.to(dtype) for head in heads]),
                 "bias": torch.stack([head.bias.to(dtype) for head in heads]),
                 "partner": torch.tensor(partners),
+                "units": self._units,
             }
             content[f"{TASK_HEADS}-{place}"] = to_arrays(tensors)
         answers = self._clients.ask_about(

@@ -9,6 +9,7 @@ from logging import INFO, WARNING
 from flwr.app import ArrayRecord
 from flwr.common import log
 
+from fedrot.strategies.reporting.verdict import HEAD_FAILED
 from fedrot.task_head.losses import temperature_in_words
 
 #: With fewer held-out rows of all clients together, a warning is logged.
@@ -22,7 +23,8 @@ _TAKEN = {1.0: "the new model", 0.5: "the mean of the old and the new model"}
 class FittedTaskHead:
     """A model with its task head, and the losses on held-out rows.
 
-    If no head can be fitted or compared, the model is the given one.
+    If no head can be fitted or compared, the model is the given one, and there is a
+    ``reason``.
 
     Attributes:
         arrays: the model that is taken, with the head and the temperature of the lowest
@@ -32,7 +34,9 @@ class FittedTaskHead:
         losses: loss of a held-out row: of the old model, of the old model at its best
             temperature, and of the best model with a fitted head at its best
             temperature; means with fewer than four clients, else centres
-            (``fedrot.task_head.votes``). NaN if no head could be fitted or compared.
+            (``fedrot.task_head.votes``). NaN if no head could be fitted or compared. Of
+            a regression: squared errors in units of the labels' variance, summed over
+            outputs.
         rows: number of held-out rows that count.
         clients: number of clients that evaluated the models.
         share: how much of a round's change of the body is taken: 0, 0.5 or 1.
@@ -40,6 +44,7 @@ class FittedTaskHead:
         change: of the loss, from the old model to the best with a fitted head; negative
             is better.
         error: the standard error of ``change``, from the differences of rows.
+        reason: why no head could be fitted or compared; empty if one was.
     """
 
     arrays: ArrayRecord
@@ -52,6 +57,7 @@ class FittedTaskHead:
     shrinkage: float = math.nan
     change: float = math.nan
     error: float = math.nan
+    reason: str = ""
 
     @property
     def loss(self) -> float:
@@ -73,8 +79,12 @@ class FittedTaskHead:
         return replace(self, losses=tuple(before + shift for before in self.losses))
 
     def log(self, when: str) -> None:
-        """Log what was taken, by how much its loss is lower, and how surely."""
-        if not self.clients:
+        """Log what was taken, by how much its loss is lower, and how surely.
+
+        If no head could be fitted or compared, log the reason.
+        """
+        if self.reason:
+            log(WARNING, "%s: the task head is not fitted. %s", when, self.reason)
             return
         certainty = "standard error"
         if abs(self.change) <= 2 * self.error:
@@ -108,9 +118,10 @@ class FittedTaskHead:
         """Return the metrics of a round; of the losses only if they are known."""
         metrics: dict[str, float | int] = {
             "fedrot-head-fitted": int(self.fitted),
+            HEAD_FAILED: int(bool(self.reason)),
             "fedrot-head-temperature": self.temperature,
         }
-        if self.clients:
+        if not self.reason:
             metrics |= {
                 "fedrot-head-loss": self.loss,
                 "fedrot-head-step": self.share,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from logging import INFO, WARNING
+from logging import INFO
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord
@@ -84,8 +84,7 @@ class FitsTaskHead(ReplyStrategy):
             )
             result = self._fitting.fit(clients, arrays, self._broadcast, self.half_way)
         except FedrotError as error:
-            log(WARNING, "%s: the task head is not changed. %s", when, error)
-            return arrays
+            result = FittedTaskHead(arrays, reason=str(error))
         result = self._logged(when, result.after(self.task_head_loss))
         record.measured = {**record.measured, **result.metrics()}
         if result.share == 0:

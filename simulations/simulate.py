@@ -47,6 +47,7 @@ from fedrot.simulations.run_folder import (
 )
 from fedrot.simulations.summary import CENTRAL
 from fedrot.simulations.tasks import training
+from fedrot.strategies.reporting.verdict import HEAD_FAILED
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 
 #: Seconds between two lines about the progress, where there is no terminal.
@@ -233,6 +234,8 @@ class _Run:
             if not texts or row["metric"] in ("macro_f1", "loss"):
                 value = nan if row["value"] is None else row["value"]
                 texts.append(f"{row['metric']} {value:z.3f}")
+        if any(row["metric"] == HEAD_FAILED and row["value"] for row in result.rows):
+            texts.append("task head not fitted, the cell's log says why")
         self._print(cell, ", ".join(texts))
 
     def _jobs(self, grid: Any = None) -> list[Job]:

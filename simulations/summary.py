@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedrot.simulations.run_folder import FIELDS, Row, Run
+from fedrot.strategies.reporting.verdict import HEAD_FAILED
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -109,6 +110,7 @@ class Standing:
         megabytes, requests: size of all messages and their number, mean over seeds. NaN
             if unknown.
         against: metric -> difference from the reference.
+        unfitted: number of seeds in which the last task head could not be fitted.
     """
 
     name: str
@@ -120,6 +122,7 @@ class Standing:
     megabytes: float
     requests: float
     against: dict[str, Paired] = field(default_factory=dict)
+    unfitted: int = 0
 
     @property
     def bound(self) -> str:
@@ -346,6 +349,7 @@ def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
         worst_rows=[*worst[ROWS].dropna().astype(int)],
         megabytes=(messages["bytes-sent"] + messages["bytes-received"]) / 1e6,
         requests=messages["requests"],
+        unfitted=int(frame.loc[frame["metric"] == HEAD_FAILED, "value"].sum()),
     )
 
 

@@ -7,16 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
-from fedrot.errors import UpdateError
 from fedrot.task_head.fit import fitted_task_heads
-from fedrot.task_head.losses import LARGEST_LOSS, TEMPERATURES
-from fedrot.task_head.sums import ClassSums
+from fedrot.task_head.losses import TEMPERATURES
+from fedrot.task_head.sums import ClassSums, class_means
 from fedrot.task_head.votes import Change, Votes
 
 #: Shrinkages of the covariance among which held-out rows choose.
 SHRINKAGES = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+
+#: The largest logit of the mean of a class or label in a head that clients compare.
+#: At the largest of the ``TEMPERATURES`` it is 16, so that a few wrong rows do not cost
+#: more than all others gain.
+LARGEST_LOGIT = TEMPERATURES[-1] ** 2
 
 #: The shrinkage at which groups of clients are compared.
 REFERENCE = 0.3
@@ -36,6 +41,7 @@ class Candidate(Generic[B]):
         bias: of the head, ``[classes]``.
         share: how much of a round's change the body has: 0, 0.5 or 1.
         shrinkage: of a fitted head; NaN for a model's own head.
+        divisor: by which the logits of a fitted head are divided already.
     """
 
     body: B
@@ -43,6 +49,7 @@ class Candidate(Generic[B]):
     bias: Tensor
     share: float = 1.0
     shrinkage: float = math.nan
+    divisor: float = 1.0
 
     @property
     def fitted(self) -> bool:
@@ -59,20 +66,25 @@ def with_fitted_task_heads(
 ) -> list[Candidate[B]]:
     """Return a candidate's body with heads of all shrinkages that are fitted to sums.
 
+    Classes that are far apart beside their deviations have logits of any size: logits
+    above ``LARGEST_LOGIT`` are divided, except in a regression.
+
     Raises:
-        UpdateError: see ``fitted_task_heads``; or a class's mean has logits that no
-            loss can be computed of.
+        UpdateError: see ``fitted_task_heads``.
     """
     weights, biases = fitted_task_heads(sums, shrinkages, bias, priors)
-    logits = sums.means() @ weights.mT + biases.unsqueeze(1)
-    if not bool((logits.abs() <= LARGEST_LOSS).all()):
-        raise UpdateError(
-            f"The logits of a class's mean are too large, above {LARGEST_LOSS:g}."
-        )
-    heads = zip(weights, biases, shrinkages, strict=True)
+    divisors = torch.ones(len(shrinkages)).to(weights)
+    if sums.kind.has_temperature:
+        present = sums.counts > 0
+        means = class_means(sums.counts, sums.sums)[present]
+        logits = means @ weights.mT + biases.unsqueeze(1)
+        divisors = (logits.abs().amax((1, 2)) / LARGEST_LOGIT).clamp(min=1)
+    weights = weights / divisors.reshape(-1, 1, 1)
+    biases = biases / divisors.unsqueeze(1)
+    heads = zip(weights, biases, shrinkages, divisors.tolist(), strict=True)
     return [
-        Candidate(like.body, weight, bias, like.share, shrinkage)
-        for weight, bias, shrinkage in heads
+        Candidate(like.body, weight, bias, like.share, shrinkage, divisor)
+        for weight, bias, shrinkage, divisor in heads
     ]
 
 

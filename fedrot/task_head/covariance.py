@@ -15,45 +15,47 @@ ROUNDING = 1e-12
 #: Accepted rounding error of covariances in float32.
 ROUNDING32 = 1e-3
 
+_ONE = torch.ones((), dtype=torch.float64)
+
 
 @dataclass(frozen=True, eq=False)
 class ShrunkCovariance:
-    """A covariance ``S`` of features, shrunk to ``S_a = (1 - a) S + a s I``.
+    """A covariance ``S`` of features, shrunk to ``S_a = (1 - a) S + a t D``.
+
+    ``D`` is diagonal. The eigendecomposition is that of ``S`` in units of ``D``, so
+    that the units of features do not matter.
 
     Attributes:
-        values: eigenvalues of ``S``, float64 ``[inputs]``.
-        vectors: eigenvectors of ``S``, ``[inputs, inputs]``.
-        size: the mean square norm of the features.
+        values: eigenvalues of ``D^-1/2 S D^-1/2``, float64 ``[inputs]``.
+        vectors: its eigenvectors, ``[inputs, inputs]``.
+        deviations: the root of ``D``, from ``ClassSums.deviations``, ``[inputs]``.
         shrinkage: ``a``.
     """
 
     values: Tensor
     vectors: Tensor
-    size: Tensor
+    deviations: Tensor
     shrinkage: float
 
-    def solve(self, rows: Tensor, spread: Tensor | None = None) -> Tensor:
+    def solve(self, rows: Tensor, spread: Tensor = _ONE) -> Tensor:
         """Return ``rows S_a^-1`` ``[rows, inputs]``.
 
         Args:
-            spread: ``s``, ``[]`` or one for each row ``[rows]``; None for
-                ``tr(S) / inputs``.
+            spread: ``t``, ``[]`` or one for each row ``[rows]``.
 
         Raises:
-            UpdateError: the features vary too little, or ``S_a`` is singular.
+            UpdateError: ``S_a`` is singular.
         """
-        if spread is None:
-            spread = self.values.mean()
-        if not bool((spread * len(self.values) > ROUNDING * self.size).all()):
-            raise UpdateError(
-                "The features do not vary inside the classes, or so little beside "
-                "their means that sums do not show it. Collect from more rows, or "
-                "subtract a constant from the features."
-            )
         identity = self.shrinkage * spread.unsqueeze(-1)
-        shrunk = (1 - self.shrinkage) * self.values + identity
+        # Rounding, or a client that lies, leaves negative eigenvalues.
+        shrunk = (1 - self.shrinkage) * self.values.clamp(min=0) + identity
         check_regular(shrunk.amin(-1) / spread)
-        return (rows @ self.vectors / shrunk) @ self.vectors.mT
+        turned = self.scaled(rows) @ self.vectors
+        return self.scaled((turned / shrunk) @ self.vectors.mT)
+
+    def scaled(self, rows: Tensor) -> Tensor:
+        """Return rows ``[rows, inputs]`` in units of the deviations."""
+        return rows / self.deviations
 
     def ridge_of_one(self, means: Tensor, priors: Tensor) -> Tensor:
         """Return the ridge regression of 1 on the features, ``[inputs]``.
@@ -67,7 +69,7 @@ class ShrunkCovariance:
         """
         mean = priors @ means
         between = priors.sqrt().unsqueeze(1) * (means - mean)
-        spread = self.values.mean() + between.square().sum() / len(mean)
+        spread = 1 + self.scaled(between).square().sum() / len(mean)
         scaled = (1 - self.shrinkage) ** 0.5 * between
         rows = torch.cat([scaled, mean.unsqueeze(0)])
         solved = self.solve(rows, spread)

@@ -44,10 +44,12 @@ def fitted_task_heads(
 
     Linear discriminant analysis: with the classes' means ``m_c``, the mean ``m`` of all
     rows and the covariance ``S`` inside the classes, shrunk to ``S_a = (1 - a) S + a
-    tr(S) / inputs I``, the weights are ``S_a^-1 (m_c - m)`` and the biases ``-(m_c -
-    m)^T S_a^-1 (m_c + m) / 2 + log(n_c / n)``. (``m`` adds the same number to all
-    logits, and keeps weights small.) Rotated features and sums give the same logits.
-    Logits are often too large by a factor; see ``fedrot.task_head.losses``.
+    D``, the weights are ``S_a^-1 (m_c - m)`` and the biases ``-(m_c - m)^T S_a^-1 (m_c
+    + m) / 2 + log(n_c / n)``. (``m`` adds the same number to all logits, and keeps
+    weights small.) ``D`` is the diagonal of ``S``, with the floor that
+    ``ClassSums.deviations`` says. Features in other units give the same logits; rotated
+    features give others. Logits are often too large by a factor; see
+    ``fedrot.task_head.losses``.
 
     A class without rows gets weights 0. Its bias is the mean of the other classes'
     biases, weighted by rows, minus ``log(2 n)``. Its logit is then their mean logit
@@ -57,7 +59,9 @@ def fitted_task_heads(
     rows with and without it. A label that no row has, or every row, gets weights 0, and
     its log odds with half a row added to both. Regression: ``(1 - a) S_a^-1`` times the
     covariances with the outputs, which is ridge regression, and the intercept of the
-    means; ``S`` is the covariance of all rows.
+    means; ``S`` is the covariance of all rows. Outputs may have any unit. Their mean
+    may be a million times their deviation: beyond, float64 sums, and a bias in float32,
+    round the deviation away.
 
     Args:
         sums: the sum over clients.
@@ -79,20 +83,21 @@ def fitted_task_heads(
 
     Raises:
         FedrotError: a shrinkage is not from 0 to 1, or there is none.
-        UpdateError: fewer than two classes have rows, features do not vary inside the
-            classes, or their covariance is singular and not shrunk.
+        UpdateError: fewer than two classes have rows, no feature varies, or their
+            covariance is singular and not shrunk.
     """
     if not shrinkages:
         raise FedrotError(
             "There is no shrinkage to fit a task head with. Give at least one."
         )
-    size = sums.gram.trace() / sums.rows
-    values, vectors = torch.linalg.eigh(sums.within())
+    deviations = sums.deviations()
+    scaled = sums.within() / torch.outer(deviations, deviations)
+    values, vectors = torch.linalg.eigh(scaled)
     weights, biases = list[Tensor](), list[Tensor]()
     for shrinkage in shrinkages:
         if not 0 <= shrinkage <= 1:
             raise FedrotError(f"shrinkage is {shrinkage}; it must be from 0 to 1.")
-        covariance = ShrunkCovariance(values, vectors, size, shrinkage)
+        covariance = ShrunkCovariance(values, vectors, deviations, shrinkage)
         weight, offset = sums.kind.fit(sums.counts, sums.sums, covariance, priors)
         if not bias:
             shares = sums.counts[sums.kind.centres] / sums.rows

@@ -22,9 +22,6 @@ TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(-16, 33))
 #: The place of 1 among them.
 ONE = TEMPERATURES.index(1.0)
 
-#: The largest loss of a row that counts, also for logits that are not finite.
-LARGEST_LOSS = 1e6
-
 
 @dataclass(frozen=True, eq=False)
 class LossSums:
@@ -35,8 +32,8 @@ class LossSums:
     Attributes:
         losses: summed losses at each of ``TEMPERATURES``, float64 ``[heads,
             temperatures]``: cross entropy; of several labels the sum of their binary
-            cross entropies; in a regression the sum over outputs of squared errors, at
-            every temperature the same.
+            cross entropies; in a regression the sum over outputs of squared errors, in
+            the units of ``TaskHeads``, at every temperature the same.
         squares: summed squares of the differences of a row's losses of each head and of
             another head, float64 ``[heads, temperatures]``; see ``TaskHeads``.
         counts: number of rows, and rows that each head predicts as they are labelled
@@ -100,11 +97,14 @@ class TaskHeads(NamedTuple):
         partner: int64 ``[heads]``: the head of the same model, by place, whose losses
             at the same temperature are subtracted in ``LossSums.squares``; -1 for the
             old head at temperature 1.
+        units: of the labels of a regression, by which errors are divided, ``[outputs]``
+            or ``[1]``.
     """
 
     weight: Tensor
     bias: Tensor
     partner: Tensor
+    units: Tensor = torch.ones(1)
 
     def logits(self, features: Tensor, outputs: int) -> Tensor:
         """Return the logits of each head, ``[heads, rows, outputs]``.
@@ -179,8 +179,8 @@ def collect_losses(
 ) -> LossSums:
     """Return a model's summed losses on a client's held-out rows, at every temperature.
 
-    A row's loss is at most ``LARGEST_LOSS``, also if logits are not finite. Squares are
-    of differences to the loss at temperature 1.
+    A row's loss is at most the kind's ``largest_loss``, also if logits are not finite.
+    Squares are of differences to the loss at temperature 1.
 
     Args:
         model: a ``transformers`` classifier; it is run in evaluation mode, without
@@ -216,9 +216,12 @@ def _losses(
     losses, squares, counts = list[Tensor](), list[Tensor](), list[Tensor]()
     for rows, labels, outputs in labelled_rows(model, batches, kind_name, task_head):
         logits = task_heads.logits(rows, outputs) if task_heads else rows.unsqueeze(0)
+        if task_heads and labels.is_floating_point():
+            units = task_heads.units.to(labels)
+            logits, labels = logits / units, labels / units
         by_temperature = [kind.loss(logits, labels, t) for t in TEMPERATURES]
-        by_row = torch.stack(by_temperature, 1).nan_to_num(LARGEST_LOSS)
-        by_row = by_row.clamp(0, LARGEST_LOSS).cpu()
+        by_row = torch.stack(by_temperature, 1).nan_to_num(kind.largest_loss)
+        by_row = by_row.clamp(0, kind.largest_loss).cpu()
         if is_first:
             old.append(_OldLosses(labels.cpu(), by_row[0, ONE]))
         before = old[len(losses)]

@@ -38,12 +38,19 @@ class OutputKind(ABC):
         others: the other sums.
         fewest_outputs: of a classifier of this kind.
         by_class: whether every row belongs to exactly one of the ``counts``.
+        moments: of the labels, among the ``counts`` of other kinds.
+        has_temperature: whether logits may be divided by a number.
+        largest_loss: the largest loss of a row that counts, also for logits that are
+            not finite.
     """
 
     centres: slice
     others: slice
     fewest_outputs = 1
     by_class = False
+    moments = 1
+    has_temperature = True
+    largest_loss = 1e6
 
     @abstractmethod
     def has_label(self, labels: Tensor) -> Tensor:
@@ -64,6 +71,10 @@ class OutputKind(ABC):
     def sizes(self, counts: Tensor) -> Tensor:
         """Return those of the ``counts`` that are numbers of rows."""
         return counts
+
+    def units(self, counts: Tensor) -> Tensor:
+        """Return the units of the labels in ``loss``, ``[outputs]`` or ``[1]``."""
+        return torch.ones(1)
 
     @abstractmethod
     def check(
@@ -130,7 +141,8 @@ class _ValuePerOutput(OutputKind):
         """Return which values a label may have."""
 
     def targets(self, labels: Tensor, outputs: int) -> Tensor:
-        return nn.functional.pad(labels, (1, 0), value=1.0)
+        powers = [labels**power for power in range(1, 1 + self.moments)]
+        return nn.functional.pad(torch.cat(powers, 1), (1, 0), value=1.0)
 
     def check(
         self, counts: Tensor, sums: Tensor, squares: Tensor, covariance: Tensor
@@ -143,18 +155,35 @@ class _ValuePerOutput(OutputKind):
 
 
 class Numbers(_ValuePerOutput):
-    """Regression: ridge regression on the features."""
+    """Regression: ridge regression on the features.
+
+    The last of the ``counts`` are sums of squares of the labels. They tell the labels'
+    units.
+    """
 
     values = "finite"
+    moments = 2
+    has_temperature = False
+    # Without units of the labels, a loss may have any size.
+    largest_loss = 1e30
 
     def _allowed(self, values: Tensor) -> Tensor:
         return values.isfinite()
 
     def absent(self, counts: Tensor) -> Tensor:
-        return torch.zeros(len(counts) - 1, dtype=torch.bool)
+        return torch.zeros(len(counts) // 2, dtype=torch.bool)
 
     def sizes(self, counts: Tensor) -> Tensor:
         return counts[:1]
+
+    def units(self, counts: Tensor) -> Tensor:
+        """Return the deviations of the labels, 1 for labels that are all 0.
+
+        Labels that do not vary have a rounding error as unit.
+        """
+        means, squares = (counts[1:] / counts[0]).chunk(2)
+        variances = torch.maximum(squares - means.square(), ROUNDING * squares)
+        return torch.where(variances > 0, variances, 1.0).sqrt()
 
     def fit(
         self,
@@ -163,9 +192,10 @@ class Numbers(_ValuePerOutput):
         covariance: ShrunkCovariance,
         priors: Tensor | None,
     ) -> Layer:
-        products = self._centred(counts, sums) / counts[0]
+        first = slice(len(counts) // 2 + 1)
+        products = self._centred(counts[first], sums[first]) / counts[0]
         weight = (1 - covariance.shrinkage) * covariance.solve(products)
-        return weight, counts[1:] / counts[0] - weight @ (sums[0] / counts[0])
+        return weight, counts[first][1:] / counts[0] - weight @ (sums[0] / counts[0])
 
     def loss(self, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
         return (logits - labels).square().sum(-1)
@@ -223,7 +253,13 @@ class SeveralLabels(_ValuePerOutput):
         # ``(up - down)^2``.
         between = with_label * without / n**2
         apart = up - down
-        spread = covariance.values.mean() - between * apart.square().mean(1)
+        # Each label has another covariance inside its classes, and another diagonal,
+        # but one eigendecomposition serves all. So a label's covariance is shrunk to
+        # the diagonal of all rows, times the mean share of it that lies inside the
+        # classes. The share has a floor above what float32 rounds.
+        outside = between * covariance.scaled(apart).square().sum(1)
+        inside = 1 - outside / covariance.values.sum()
+        spread = inside.clamp(min=ROUNDING32)
         solved = covariance.solve(apart, spread)
         explained = (1 - covariance.shrinkage) * between * (apart * solved).sum(1)
         check_regular(1 - explained)

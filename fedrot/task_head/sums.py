@@ -18,6 +18,10 @@ from fedrot.tensors import Tensors, unusable
 #: Accepted excess of features over their bounds: clients may compute in bfloat16.
 _SLACK = 0.02
 
+#: Below this share of a feature's mean square, its variance is that of rounding errors
+#: in float32.
+_CONSTANT = 1e-10
+
 
 @dataclass(frozen=True, eq=False)
 class ClassSums:
@@ -25,12 +29,14 @@ class ClassSums:
 
     Sums of clients add up (``+``). With several labels ``y`` for a row, and in a
     regression, the first of ``counts`` and ``sums`` are the number of rows and the sum
-    of ``h``; the others are, for each output, the sum of ``y`` and of ``y h``.
+    of ``h``; the others are, for each output, the sum of ``y`` and of ``y h``, then in
+    a regression of ``y^2`` and of ``y^2 h``.
 
     Attributes:
-        counts: rows of each class, float64 ``[classes]``; else ``[1 + outputs]``.
+        counts: rows of each class, float64 ``[classes]``; of several labels ``[1 +
+            outputs]``; of a regression ``[1 + 2 outputs]``.
         sums: sum of ``h`` over the rows of each class, float64 ``[classes, inputs]``;
-            else ``[1 + outputs, inputs]``.
+            else as many rows as ``counts``.
         gram: sum of ``h h^T`` over all rows, float64 ``[inputs, inputs]``.
         problem_type: one of ``fedrot.task_head.outputs.OUTPUT_KINDS``.
         trusted: whether these are sums of sums that were checked, which are not checked
@@ -138,7 +144,7 @@ class ClassSums:
         """
         kind = OUTPUT_KINDS[problem_type]
         outputs, inputs = shape
-        rows = outputs if kind.by_class else 1 + outputs
+        rows = outputs if kind.by_class else 1 + kind.moments * outputs
         expected = {
             "counts": ("torch.float64", (rows,)),
             "sums": ("torch.float32", (rows, inputs)),
@@ -182,6 +188,29 @@ class ClassSums:
         Those of classes, 0 without rows; of other kinds the mean of all rows.
         """
         return class_means(self.counts[self.kind.centres], self.sums[self.kind.centres])
+
+    def deviations(self) -> Tensor:
+        """Return the features' deviations inside the classes, float64 ``[inputs]``.
+
+        They have a floor, so that classes whose rows are equal are no error: ``n`` rows
+        do not tell a variance below ``1 / n`` of that of all rows, and float32 tells
+        none below ``1e-10`` of the mean square. A feature that is always 0 has 1.
+
+        Raises:
+            UpdateError: no feature varies.
+        """
+        squares = self.gram.diagonal() / self.rows
+        mean = self.sums[self.kind.centres].sum(0) / self.rows
+        of_all = squares - mean.square()
+        if not bool((of_all > ROUNDING * squares).any()):
+            raise UpdateError(
+                "The features do not vary, or so little beside their means that sums "
+                "do not show it. Collect from other rows, or subtract a constant from "
+                "the features."
+            )
+        floor = torch.maximum(of_all / self.rows, _CONSTANT * squares)
+        variances = torch.maximum(self.within().diagonal(), floor)
+        return torch.where(variances > 0, variances, 1.0).sqrt()
 
     def within(self) -> Tensor:
         """Return the covariance inside the classes, or of all rows.

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedrot.task_head.fit import fitted_task_heads
-from fedrot.task_head.outputs import REGRESSION
 from fedrot.task_head.sums import ClassSums
 
 RIDGES = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -62,11 +60,13 @@ def ridge(total: ClassSums) -> Head:
     """Return ridge regressions with an intercept: AFL (CVPR 2025) and Fed3R (ICML 2024)
     have none.
     """
-    counts = torch.cat([total.counts.sum(0, keepdim=True), total.counts])
-    sums = torch.cat([total.sums.sum(0, keepdim=True), total.sums])
-    return fitted_task_heads(
-        ClassSums(counts, sums, total.gram, REGRESSION), [r / (1 + r) for r in RIDGES]
-    )
+    shares, mean = total.counts / total.rows, total.sums.sum(0) / total.rows
+    covariance = total.gram / total.rows - torch.outer(mean, mean)
+    products = total.sums / total.rows - torch.outer(shares, mean)
+    identity = covariance.diagonal().mean() * torch.eye(len(mean)).double()
+    strengths = torch.tensor(RIDGES).double()[:, None, None]
+    weight = torch.linalg.solve(covariance + strengths * identity, products.mT).mT
+    return weight, shares - weight @ mean
 
 
 def nearest_mean(total: ClassSums) -> Head:

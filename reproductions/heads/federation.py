@@ -166,7 +166,8 @@ class Federation:
             return closed.nearest_mean(total)
         if kind in ("ridge", "fourier"):
             return closed.ridge(total)
-        # On frozen features fedrot's heads are GH-OFL's (arXiv 2602.01186).
+        # On frozen features fedrot's heads are GH-OFL's (arXiv 2602.01186), with
+        # fedrot's shrinkage.
         return fitted_task_heads(total, SHRINKAGES)
 
     def _probed(self, features: Tensor) -> closed.Head:

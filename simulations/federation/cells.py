@@ -134,12 +134,14 @@ class CellRun(Cell):
         settings = model.config
         if self.experiment.lora:
             settings = model.peft_config["default"]
-        return fit_task_head(
+        result = fit_task_head(
             self.grid,
             arrays,
             settings,
             config=ConfigRecord({**self.job, "server-round": server_round}),
-        ).arrays
+        )
+        self.record("round", self.experiment.rounds, result.metrics())
+        return result.arrays
 
 
 class CellStrategy(ReplyStrategy):

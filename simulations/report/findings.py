@@ -89,7 +89,21 @@ def sentences(verdict: Verdict) -> list[str]:
         _, gains = _gains(verdict)
         lines = [f"Also {gain}" for gain in gains]
     lines += [*_noise(verdict), *_costs(verdict), *_others(verdict), *verdict.notes]
-    return [f"{line}." for line in lines]
+    return [f"{line}." for line in [*_unfitted(verdict), *lines]]
+
+
+def _unfitted(verdict: Verdict) -> Iterator[str]:
+    """Yield the strategies whose task heads could not be fitted."""
+    failed = [
+        f"{standing.name} ({standing.unfitted} of {len(standing.values)} seeds)"
+        for standing in verdict.standings
+        if standing.unfitted
+    ]
+    if failed:
+        yield (
+            "No task head could be fitted in the last round, and the logs in the "
+            f"folder cells say why: {', '.join(failed)}"
+        )
 
 
 def _noise(verdict: Verdict) -> Iterator[str]:

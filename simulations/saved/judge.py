@@ -20,8 +20,13 @@ from fedrot.simulations.saved.load import SavedModel
 from fedrot.simulations.tasks.tagging import TokenClassification
 from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.simulations.tasks.training import Task, evaluate, step_batches, task_of
-from fedrot.task_head.choice import SHRINKAGES, Candidate, choose
-from fedrot.task_head.fit import fitted_task_heads, with_task_head
+from fedrot.task_head.choice import (
+    SHRINKAGES,
+    Candidate,
+    choose,
+    with_fitted_task_heads,
+)
+from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.losses import (
     ONE,
     TaskHeads,
@@ -177,16 +182,13 @@ def _fitted(
     weight = tensors[f"{name}.weight"][order].double()
     bias = tensors.get(f"{name}.bias", torch.zeros(len(order)))[order].double()
     old = Candidate("merged", weight, bias)
-    layers = fitted_task_heads(sums, SHRINKAGES, f"{name}.bias" in tensors)
-    fitted = [
-        Candidate("merged", weight, bias, shrinkage=shrinkage)
-        for weight, bias, shrinkage in zip(*layers, SHRINKAGES, strict=True)
-    ]
+    fitted = with_fitted_task_heads(old, sums, SHRINKAGES, f"{name}.bias" in tensors)
     candidates = [old, *fitted]
     heads = TaskHeads(
         torch.stack([candidate.weight for candidate in candidates]),
         torch.stack([candidate.bias for candidate in candidates]),
         torch.full((len(candidates),), -1),
+        sums.kind.units(sums.counts),
     )
     losses = compare_losses(
         [model], _batches(task, model, held_out), name, [heads], problem_type
@@ -204,10 +206,11 @@ def _fitted(
     which = "its own"
     if taken.fitted:
         which = f"a fitted one (shrinkage {taken.shrinkage:g})"
+    divisor = choice.temperature * taken.divisor
     loss = float(votes.at_best(taken))
     before = float(votes.means(old)[:, ONE])
     return changed, [
-        f"The task head is {which} at {temperature_in_words(choice.temperature)}: "
+        f"The task head is {which} at {temperature_in_words(divisor)}: "
         f"loss {loss:z.3f} on {len(held_out)} other rows, {before:z.3f} before the fit."
     ]
 

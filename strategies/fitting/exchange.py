@@ -58,6 +58,8 @@ class Exchange:
         self._held_out = [node for node, rows in counts.items() if rows.held_out]
         #: The groups of the clients that have sent sums.
         self._group = dict[int, int]()
+        #: Of the labels, for losses.
+        self._units = torch.ones(1)
         if not self._held_out:
             raise FedrotError(
                 "Task head: no client has held-out rows with 'labels' to choose by."
@@ -92,6 +94,9 @@ class Exchange:
         first, *others = fitted.values()
         reference = reference_among(first)
         groups = next(iter(sums.values()))
+        # No group of clients decides alone.
+        units = [of_group.kind.units(of_group.counts) for of_group in groups.values()]
+        self._units = torch.stack(units).median(0).values
         without = dict[int, Candidate[Body]]()
         if not self._clients.trusted:
             without = self._without_each(reference, groups)
@@ -141,7 +146,7 @@ class Exchange:
         return FittedTaskHead(
             ArrayRecord({**body.arrays, **to_arrays(head)}),
             fitted=taken.fitted,
-            temperature=choice.temperature,
+            temperature=choice.temperature * taken.divisor,
             losses=votes.losses(choice.best),
             rows=float(votes.rows.sum()),
             clients=len(votes.weights),
@@ -258,6 +263,7 @@ class Exchange:
                 "weight": torch.stack([head.weight.to(dtype) for head in heads]),
                 "bias": torch.stack([head.bias.to(dtype) for head in heads]),
                 "partner": torch.tensor(partners),
+                "units": self._units,
             }
             content[f"{TASK_HEADS}-{place}"] = to_arrays(tensors)
         answers = self._clients.ask_about(

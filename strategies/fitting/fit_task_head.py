@@ -8,11 +8,8 @@ rows. The lowest loss wins; a quarter of the clients cannot turn the choice
 
 from __future__ import annotations
 
-from logging import WARNING
-
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
-from flwr.common import log
 from flwr.serverapp import Grid
 
 from fedrot.errors import FedrotError
@@ -166,8 +163,7 @@ class TaskHeadFitting:
         try:
             result = exchange.best(bodies)
         except FedrotError as error:
-            log(WARNING, "The task head cannot be fitted and is not changed. %s", error)
-            return FittedTaskHead(new)
+            return FittedTaskHead(new, reason=str(error))
         self._kept_by = {body.key: body.kept_by for body in (before, *bodies.values())}
         return result
 

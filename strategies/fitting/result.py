@@ -9,6 +9,7 @@ from logging import INFO, WARNING
 from flwr.app import ArrayRecord
 from flwr.common import log
 
+from fedrot.strategies.reporting.verdict import HEAD_FAILED
 from fedrot.task_head.losses import temperature_in_words
 from fedrot.task_head.votes import FEWEST
 
@@ -26,7 +27,8 @@ _TAKEN = {1.0: "the new model", 0.5: "the mean of the old and the new model"}
 class FittedTaskHead:
     """A model with its task head, and the losses on held-out rows.
 
-    If no head can be fitted or compared, the model is the given one.
+    If no head can be fitted or compared, the model is the given one, and there is a
+    ``reason``.
 
     Attributes:
         arrays: the model that is taken, with the head and the temperature of the lowest
@@ -35,7 +37,9 @@ class FittedTaskHead:
         temperature: the divisor of the logits.
         losses: mean losses over all held-out rows: of the old model, of the old model
             at its best temperature, and of the best model with a fitted head at its
-            best temperature. NaN if no head could be fitted or compared.
+            best temperature. NaN if no head could be fitted or compared. Of a
+            regression: squared errors in units of the labels' variance, summed over
+            outputs.
         rows: number of held-out rows.
         clients: number of clients that evaluated the models.
         share: how much of a round's change of the body is taken: 0, 0.5 or 1.
@@ -45,6 +49,7 @@ class FittedTaskHead:
             difference of ``losses``, but the centre of the clients' changes
             (``fedrot.task_head.votes``).
         error: the standard error of ``change``, from the differences of rows.
+        reason: why no head could be fitted or compared; empty if one was.
     """
 
     arrays: ArrayRecord
@@ -57,6 +62,7 @@ class FittedTaskHead:
     shrinkage: float = math.nan
     change: float = math.nan
     error: float = math.nan
+    reason: str = ""
 
     @property
     def loss(self) -> float:
@@ -77,8 +83,17 @@ class FittedTaskHead:
         )
 
     def log(self, when: str) -> None:
-        """Log what was taken, its loss, and the change by which it was chosen."""
-        if not self.clients:
+        """Log what was taken, its loss, and the change by which it was chosen.
+
+        If no head could be fitted or compared, log the reason.
+        """
+        if self.reason:
+            log(
+                WARNING,
+                "%s: the task head is not fitted; the model is taken as it is. %s",
+                when,
+                self.reason,
+            )
             return
         taken = "the old model"
         if self.fitted:
@@ -108,9 +123,10 @@ class FittedTaskHead:
         """Return the metrics of a round; of the losses only if they are known."""
         metrics: dict[str, float | int] = {
             "fedrot-head-fitted": int(self.fitted),
+            HEAD_FAILED: int(bool(self.reason)),
             "fedrot-head-temperature": self.temperature,
         }
-        if self.clients:
+        if not self.reason:
             metrics |= {
                 "fedrot-head-loss": self.loss,
                 "fedrot-head-step": self.share,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from logging import INFO, WARNING
+from logging import INFO
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord
@@ -13,6 +13,7 @@ from flwr.serverapp.strategy.strategy_utils import sample_nodes
 from fedrot.errors import FedrotError
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
+from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.round.record import RoundRecord
 
 
@@ -90,8 +91,7 @@ class FitsTaskHead(ReplyStrategy):
             )
             result = self._fitting.fit(clients, arrays, self._broadcast, self.half_way)
         except FedrotError as error:
-            log(WARNING, "%s: the task head is not changed. %s", when, error)
-            return arrays
+            result = FittedTaskHead(arrays, reason=str(error))
         result.log(when)
         record.measured = {**record.measured, **result.metrics()}
         if result.share == 0:

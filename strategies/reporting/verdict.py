@@ -40,6 +40,7 @@ ACCEPTED = "fedrot-replies-accepted"
 DROPPED = "fedrot-replies-dropped"
 FAILED = "fedrot-replies-failed"
 KEPT_ALIGNED = "fedrot-guard-kept-aligned"
+HEAD_FAILED = "fedrot-head-failed"
 
 #: What the log adds after a first round in which no group moved, the latter without
 #: ``fit_head``.
@@ -219,6 +220,12 @@ def run_lines(
         replies = counted(sum(dropped), "reply was", "replies were")
         lines.append(
             f"{replies} dropped, in {counted(len(dropped), 'round', 'rounds')}."
+        )
+    failed = [number for number, ours in rounds.items() if ours.get(HEAD_FAILED)]
+    if failed:
+        lines.append(
+            f"No task head could be fitted in {counted(len(failed), 'round', 'rounds')}"
+            f", the first is round {min(failed)}: warnings say why."
         )
     if rows is not None:
         lines.append(

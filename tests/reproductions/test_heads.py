@@ -99,14 +99,17 @@ def test_an_epoch_is_that_of_torch_and_scaffold_has_its_option_two(arm):
 def test_discriminants_and_ridges_are_those_of_sklearn():
     total = closed.sums_of(FEATURES, LABELS, 5)
     logits = closed.scores(FEATURES, fitted_task_heads(total, SHRINKAGES))
+    # In units of deviations inside the classes, both shrink to the identity.
+    means = torch.stack([FEATURES[label == LABELS].mean(0) for label in LABELS])
+    standard = FEATURES / (FEATURES - means).square().mean(0).sqrt()
     assert not (logits.argmax(-1) == 3).any()
     for found, shrinkage in zip(
         logits[..., [0, 1, 2, 4]].softmax(-1), SHRINKAGES, strict=True
     ):
         lda = LinearDiscriminantAnalysis("lsqr", shrinkage=shrinkage).fit(
-            FEATURES, LABELS
+            standard, LABELS
         )
-        np.testing.assert_allclose(found, lda.predict_proba(FEATURES), atol=1e-6)
+        np.testing.assert_allclose(found, lda.predict_proba(standard), atol=1e-6)
     spread = 60 * FEATURES.double().var(0, correction=0).mean()
     for found, strength in zip(
         closed.scores(FEATURES, closed.ridge(total)), closed.RIDGES, strict=True

@@ -283,7 +283,8 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
             told = row(
                 cell.strategy.name, 0, value, experiment="a", round=3, metric="loss"
             )
-            hear(job, runs.CellResult(cell.name, [told], [], ""))
+            failed = {**told, "scope": "round", "metric": "fedrot-head-failed"}
+            hear(job, runs.CellResult(cell.name, [told, failed], [], ""))
         hear(job, Ended())
 
     monkeypatch.setattr(runs, "run_jobs", dying)
@@ -298,7 +299,7 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
     first, second, third = shown.getvalue().splitlines()
     assert first == "[1 of 3] a · seed 0 · fedavg: loss nan"
     assert second.startswith(f"[2 of 3] {title}: FAILED, see ")
-    assert third == "[3 of 3] a · seed 0 · head_only: loss 1.000"
+    assert third.startswith("[3 of 3] a · seed 0 · head_only: loss 1.000, task head ")
 
 
 def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(

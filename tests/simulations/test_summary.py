@@ -281,6 +281,14 @@ def test_the_last_round_counts_by_strategy_and_the_last_of_repeated_rows():
     assert math.isnan(head.mean("accuracy"))
 
 
+def test_a_task_head_that_is_not_fitted_is_named():
+    rows = [*FEDAVG, *other("head", 0.0, 0.0)]
+    failed = {"scope": "round", "metric": "fedrot-head-failed"}
+    assert "task head" not in told([*rows, row("head", 0, 0.0, **failed)])
+    rows += [row("head", seed, float(seed > 0), **failed) for seed in range(3)]
+    assert "why: head (2 of 3 seeds)." in told(rows)
+
+
 def test_the_worst_client_is_the_mean_over_seeds_of_the_lowest():
     clients = [[0.2, 0.4, 0.9], [0.5, 0.1, 0.9]]
     rows = [

@@ -274,7 +274,9 @@ def test_noise_exceeds_the_quantile_once_in_so_many_times(free, entries, monkeyp
     noise = torch.randn(200_000, entries, generator=seeded(3)).square()
     share = noise[:, :free].sum(1) / noise.sum(1)
     exceeded = (
-        (share > chance._beta_quantile.__wrapped__(free, free / entries)).double().mean()
+        (share > chance._beta_quantile.__wrapped__(free, free / entries))
+        .double()
+        .mean()
     )
     assert 0.0005 < exceeded < 0.0015
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fedrot.task_head.losses import TEMPERATURES, LossSums
-from fedrot.task_head.outputs import SINGLE
+from fedrot.task_head.outputs import REGRESSION, SINGLE
 from fedrot.task_head.sums import ClassSums
 from tests.families import inputs
 from tests.fedrot.oracles import Array, seeded
@@ -122,6 +122,8 @@ def sums_of(
     """
     one_hot = (labels.reshape(len(labels), -1) == np.arange(outputs)).astype(float)
     factors = one_hot if problem == SINGLE else np.insert(labels, 0, 1, axis=1)
+    if problem == REGRESSION:
+        factors = np.concatenate([factors, labels**2], axis=1)
     terms = (factors.sum(0), factors.T @ features, features.T @ features)
     counts, sums, gram = map(torch.from_numpy, terms)
     return ClassSums(counts, sums, gram, problem)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedrot.errors import UpdateError
 from fedrot.task_head.choice import Candidate, choose, with_fitted_task_heads
+from fedrot.task_head.fit import fitted_task_head
+from fedrot.task_head.outputs import OUTPUT_KINDS, REGRESSION, SEVERAL, SINGLE
 from fedrot.task_head.votes import Votes
 from tests.fedrot.task_head.classifiers import answer, sums_of
 
@@ -24,17 +25,30 @@ def test_the_best_candidate_is_taken_if_it_is_better_than_the_old(means, taken):
     assert choice.change.centre == pytest.approx(means[choice.best.body] - 1)
 
 
-@pytest.mark.parametrize(("spread", "fits"), [(1e-1, True), (1e-4, False)])
-def test_heads_whose_logits_have_no_loss_are_refused(spread, fits):
-    """The logits of classes far apart beside their spread exceed the largest loss."""
-    labels = np.arange(40) % 2
+@pytest.mark.parametrize("problem", OUTPUT_KINDS)
+@pytest.mark.parametrize("spread", [3.0, 1e-4, 0.0])
+def test_logits_of_classes_far_apart_are_divided(spread, problem):
+    """The logits of a regression are its predictions: they are never divided. A class
+    without rows has no mean.
+    """
+    classes = np.arange(40) % 2
     noise = np.random.default_rng(0).normal(size=(40, 3))
-    sums = sums_of(spread * noise + 2 * labels[:, None], labels, outputs=2)
+    features = spread * noise + 2 * classes[:, None] + 1000
+    labels = classes if problem == SINGLE else classes[:, None] * 1e6
+    if problem == SEVERAL:
+        labels = labels / 1e6
+    sums = sums_of(features, labels, problem)
     like = Candidate("body", NOTHING, NOTHING, share=0.5)
-    if fits:
-        (candidate,) = with_fitted_task_heads(like, sums, [0.1], True)
-        assert (candidate.body, candidate.share) == ("body", 0.5)
-        assert candidate.shrinkage == 0.1
-    else:
-        with pytest.raises(UpdateError, match="too large"):
-            with_fitted_task_heads(like, sums, [0.1], True)
+    (candidate,) = with_fitted_task_heads(like, sums, [0.01], True)
+    assert (candidate.body, candidate.share) == ("body", 0.5)
+    assert candidate.shrinkage == 0.01
+    divided = spread < 1 and problem != REGRESSION
+    assert (candidate.divisor > 10, candidate.divisor > 1) == (divided, divided)
+    weight, bias = fitted_task_head(sums, 0.01)
+    torch.testing.assert_close(candidate.weight * candidate.divisor, weight)
+    torch.testing.assert_close(candidate.bias * candidate.divisor, bias)
+    if divided:
+        logits = features @ candidate.weight.numpy().T + candidate.bias.numpy()
+        right = logits.argmax(1) if problem == SINGLE else logits[:, 0] > 0
+        assert (right == classes).all()
+        assert np.abs(logits).max() == pytest.approx(256, rel=0.1)

@@ -5,7 +5,7 @@ themselves.
 from __future__ import annotations
 
 import copy
-import math
+import itertools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -63,55 +63,103 @@ def drawn(
     ) if problem == SEVERAL else values + 7
 
 
+def diagonal(features: Array, within: Array) -> Array:
+    """Return the variances of features inside the classes, with their floor."""
+    floor = np.maximum(features.var(0) / len(features), 1e-10 * (features**2).mean(0))
+    found = np.maximum(np.diag(within), floor)
+    return np.where(found > 0, found, 1)
+
+
+def scatter(features: Array, labels: Array) -> Array:
+    """Return the covariance inside the classes, from deviations of their means."""
+    means = np.stack([features[labels == label].mean(0) for label in labels])
+    return (features - means).T @ (features - means) / len(features)
+
+
 def discriminant(
-    features: Array, labels: Array, shrinkage: float
+    features: Array,
+    labels: Array,
+    shrinkage: float,
+    priors: Array | None = None,
+    target: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return linear discriminants from rows, with deviations from means in place of
-    differences.
+    differences; the covariance is shrunk to a diagonal, by default its own.
     """
-    classes = range(labels.max() + 1)
     mean = features.mean(0)
+    classes = range(labels.max() + 1)
     means = [features[labels == c].mean(0) for c in classes]
-    apart = np.concatenate([features[labels == c] - means[c] for c in classes])
-    within = apart.T @ apart / len(features)
-    shrunk = (1 - shrinkage) * within + shrinkage * np.trace(within) / len(
-        mean
-    ) * np.eye(len(mean))
-    weight = np.stack([np.linalg.solve(shrunk, m - mean) for m in means])
+    within = scatter(features, labels)
+    target = diagonal(features, within) if target is None else target
+    # Columns have one unit, so that the solution is exact for small ones, too.
+    unit = np.sqrt(target)
+    shrunk = (1 - shrinkage) * within / np.outer(unit, unit)
+    shrunk += shrinkage * np.eye(len(mean))
+    weight = np.stack(
+        [np.linalg.solve(shrunk, (m - mean) / unit) / unit for m in means]
+    )
     # What adds the same to every logit is left out: the discriminant at the mean of all
     # rows.
-    shares = [(labels == c).mean() for c in classes]
+    shares = np.bincount(labels) if priors is None else priors
     biases = [
-        np.log(p) - w @ (m + mean) / 2
+        np.log(p / sum(shares)) - w @ (m + mean) / 2
         for w, m, p in zip(weight, means, shares, strict=True)
     ]
     return weight, np.array(biases)
 
 
 def of_two_classes(
-    features: Array, labels: Array, shrinkage: float
+    features: Array, labels: Array, shrinkage: float, priors: Array | None = None
 ) -> tuple[Array, Array]:
     """Return the log odds of the discriminants between rows with and without each
-    label.
+    label; covariances are shrunk to the variances of all rows, times the mean share
+    that lies inside the classes.
     """
-    fits = [discriminant(features, has.astype(int), shrinkage) for has in labels.T]
+    every = diagonal(features, np.diag(features.var(0)))
+    fits = []
+    for place, has in enumerate(labels.T.astype(int)):
+        inside = (np.diag(scatter(features, has)) / every).mean()
+        odds = None
+        if priors is not None:
+            odds = np.array([priors[0] - priors[place + 1], priors[place + 1]])
+        target = every * max(inside, 1e-3)
+        fits.append(discriminant(features, has, shrinkage, odds, target))
     return np.stack([w[1] - w[0] for w, _ in fits]), np.array(
         [b[1] - b[0] for _, b in fits]
     )
 
 
-def ridge(features: Array, labels: Array, shrinkage: float) -> tuple[Array, Array]:
+def ridge(
+    features: Array, labels: Array, shrinkage: float, priors: Array | None = None
+) -> tuple[Array, Array]:
     """Return ridge regressions, as least squares with rows more; the mean residual is
     0.
     """
-    apart = features - features.mean(0)
+    unit = np.sqrt(diagonal(features, np.diag(features.var(0))))
+    apart = (features - features.mean(0)) / unit
     root = np.sqrt((1 - shrinkage) / len(features))
-    more = np.sqrt(shrinkage * (apart**2).mean()) * np.eye(features.shape[1])
+    more = np.sqrt(shrinkage) * np.eye(features.shape[1])
     values = np.concatenate(
         [root * (labels - labels.mean(0)), np.zeros((len(more), CLASSES))]
     )
-    weight = np.linalg.lstsq(np.concatenate([root * apart, more]), values)[0].T
+    weight = np.linalg.lstsq(np.concatenate([root * apart, more]), values)[0].T / unit
     return weight, (labels - features @ weight.T).mean(0)
+
+
+def regression_of_one(features: Array, labels: Array, shrinkage: float) -> Array:
+    """Return the ridge regression of 1 on the features, as least squares with rows
+    more; variances are shrunk to those inside the classes, times the mean ratio.
+    """
+    mean = features.mean(0)
+    classes = labels if labels.ndim == 1 else np.zeros(len(labels))
+    within = scatter(features, classes)
+    unit = np.sqrt(diagonal(features, within))
+    ratio = 1 + ((features.var(0) - np.diag(within)) / unit**2).mean()
+    more = np.sqrt(shrinkage * ratio) * np.eye(len(mean))
+    apart = np.sqrt((1 - shrinkage) / len(features)) * (features - mean) / unit
+    rows = np.concatenate([apart, more, (mean / unit)[None]])
+    ones = np.eye(len(rows))[-1]
+    return np.linalg.lstsq(rows, ones)[0] / unit
 
 
 ORACLES = {SINGLE: discriminant, SEVERAL: of_two_classes, REGRESSION: ridge}
@@ -219,39 +267,103 @@ def test_a_label_of_no_row_or_of_every_row_has_log_odds_alone():
     assert torch.equal(same, weight)
 
 
-def test_priors_take_the_place_of_the_shares_of_classes():
-    features = np.random.default_rng(0).normal(size=(60, 4))
-    labels = np.arange(60) % CLASSES
-    sums = sums_of(features, labels)
-    priors = torch.tensor([10.0, 1.0, 5.0]).double()
-    (weight, bias), (same, found) = (
-        fitted_task_head(sums),
-        fitted_task_head(sums, priors=priors),
-    )
-    assert torch.equal(weight, same)
-    expected = bias + (priors / 16).log() + math.log(CLASSES)
-    assert_close(found, expected, rtol=1e-12, atol=1e-12)
+# Easy problems, and other units
+
+
+def points(features: Array, labels: Array, columns: slice) -> Array:
+    """Return features that are equal inside the classes, in some columns."""
+    equal = features.copy()
+    means = np.stack([features[labels == label].mean(0) for label in labels])
+    equal[:, columns] = means[:, columns]
+    return equal
+
+
+def more(features: Array, column: Array | float) -> Array:
+    return np.insert(features, 1, column, axis=1)
+
+
+NOISE = np.random.default_rng(9).normal(size=40)
+
+#: What a server receives in place of features, and how near its logits have to be.
+UNITS = {
+    "all": (lambda f: f * 10.0 ** np.arange(-6, 9, 3), 1e-7),
+    "times 1,000": (lambda f: f * [1e3, 1, 1, 1, 1], 1e-7),
+    "times 1e-3": (lambda f: f * [1e-3, 1, 1, 1, 1], 1e-7),
+    "one constant": (lambda f: more(f, 0.1), 1e-5),
+    "one always 0": (lambda f: more(f, 0.0), 1e-7),
+    "one rounded": (lambda f: more(f, 0.1 + 1e-9 * NOISE), 1e-4),
+}
+
+
+@pytest.mark.parametrize("problem", OUTPUT_KINDS)
+@pytest.mark.parametrize("name", UNITS)
+def test_units_of_features_and_constant_features_change_no_logit(name, problem):
+    """With and without a bias, with and without priors."""
+    features, labels = drawn(problem, 3)
+    change, tolerance = UNITS[name]
+    changed = change(features)
+    sums = sums_of(changed, labels, problem)
+    counts = np.array([90.0, 20.0, 30.0, 40.0][problem == SINGLE :])
+    for bias, priors in itertools.product((True, False), (None, counts)):
+        weight, offset = ORACLES[problem](features, labels, 0.1, priors)
+        if not bias:
+            offset = np.outer(changed @ regression_of_one(changed, labels, 0.1), offset)
+        expected = features @ weight.T + offset
+        given = None if priors is None else torch.from_numpy(priors)
+        found = fitted_task_head(sums, 0.1, bias, given)
+        logits = changed @ found[0].numpy().T + found[1].numpy()
+        np.testing.assert_allclose(logits, expected, atol=tolerance, rtol=tolerance)
+
+
+#: Rows, features and classes of easy problems: all rows of a class are equal, in all
+#: columns or in some; or there are fewer rows than features.
+EASY = {
+    "points": lambda f, c: points(f, c, slice(None)),
+    "points in a plane": lambda f, c: points(f, c, slice(2)),
+    "few rows": lambda f, c: f,
+}
+
+
+@pytest.mark.parametrize("name", EASY)
+@pytest.mark.parametrize("problem", OUTPUT_KINDS)
+def test_easy_problems_have_the_head_of_their_rows(name, problem):
+    rows, size = (8, 12) if name == "few rows" else (40, 5)
+    features, labels = drawn(problem, 4, rows, size)
+    classes = labels if problem == SINGLE else (labels[:, 0] > labels[:, 0].mean())
+    features = EASY[name](features, classes.astype(int))
+    sums = sums_of(features, labels, problem)
+    sent = ClassSums.unpacked(sums.packed(), (CLASSES, size), problem)
+    expected = ORACLES[problem](features, labels, 0.1)
+    logits = features @ expected[0].T + expected[1]
+    for received, tolerance in ((sums, 1e-6), (sent, 5e-3)):
+        weight, bias = (value.numpy() for value in fitted_task_head(received, 0.1))
+        found = features @ weight.T + bias
+        assert np.abs(found - logits).max() <= tolerance * np.abs(logits).max()
+    if problem == SINGLE and name != "few rows":
+        assert (found.argmax(1) == labels).all()
 
 
 @pytest.mark.parametrize(
-    ("problem", "shrinkage"), [(SINGLE, 0.05), (SINGLE, 0.5), (REGRESSION, 0.1)]
+    ("factor", "offset"), [(1e6, 0), (1e-6, 0), (1, 1e6), (1e6, 1e9), (1e-6, -0.1)]
 )
-def test_weights_hold_the_bias_times_the_regression_of_1_on_the_features(
-    problem, shrinkage
-):
-    features, labels = drawn(problem, 6, rows=60, size=4)
-    sums = sums_of(features, labels, problem)
-    mean = features.mean(0)
-    weight, bias = fitted_task_head(sums, shrinkage)
-    unbiased, nothing = fitted_task_head(sums, shrinkage, bias=False)
-    assert torch.equal(nothing, torch.zeros(CLASSES, dtype=torch.float64))
-    apart = (features - mean) / np.sqrt(60)
-    more = np.sqrt(shrinkage * (apart**2).sum() / 4) * np.eye(4)
-    rows = np.concatenate([np.sqrt(1 - shrinkage) * apart, more, mean[None]])
-    direction = np.linalg.lstsq(rows, np.array([0.0] * 64 + [1.0]))[0]
-    np.testing.assert_allclose(
-        unbiased.numpy(), weight.numpy() + np.outer(bias.numpy(), direction), rtol=1e-7
-    )
+def test_numbers_may_have_any_unit(factor, offset):
+    """Also if clients send float32, and their means are far from 0."""
+    features, labels = drawn(REGRESSION)
+    weight, bias = ridge(features, labels, 0.1)
+    values = factor * labels + offset
+    parts = [sums_of(features[c::2], values[c::2], REGRESSION) for c in range(2)]
+    sent = [
+        ClassSums.unpacked(part.packed(), (CLASSES, 5), REGRESSION) for part in parts
+    ]
+    sums = sent[0] + sent[1]
+    found = fitted_task_head(sums, 0.1)
+    np.testing.assert_allclose(found[0] / factor, weight, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose((found[1] - offset) / factor, bias, rtol=1e-4, atol=1e-4)
+    units = OUTPUT_KINDS[REGRESSION].units(sums.counts)
+    np.testing.assert_allclose(units / factor, labels.std(0), rtol=1e-3)
+    # Numbers that are all 0, or all 2, have a unit, too.
+    units = OUTPUT_KINDS[REGRESSION].units(torch.tensor([4.0, 0, 8, 0, 16]).double())
+    assert units.tolist() == pytest.approx([1, 2e-6])
 
 
 # What is refused
@@ -331,10 +443,8 @@ def _of(labels: list[int], rows: int = 4, size: int = 4) -> ClassSums:
         ),
         (lambda: fitted_task_head(_of([1, 1, 1, 1])), "two classes"),
         (
-            lambda: fitted_task_head(
-                sums_of(np.eye(3)[[0, 1, 0, 1]] + 0.1, np.array([0, 1, 0, 1]))
-            ),
-            "vary",
+            lambda: fitted_task_head(sums_of(np.ones((4, 3)), np.arange(4) % 2)),
+            "not vary",
         ),
         (
             lambda: fitted_task_head(sums_of(*drawn(SINGLE, rows=4, size=9)), 0),
@@ -426,6 +536,17 @@ def test_a_model_has_the_head_and_losses_of_its_rows(kind, problem, outputs):
     both = compare_losses([model], batches, head, [heads])
     assert_close(both.losses, after.losses.expand(2, -1))
     assert_close(both.squares, torch.cat([after.squares, 0 * after.squares]))
+    if several:
+        return
+    # Numbers in another unit have the same losses in this unit.
+    units = torch.tensor([1e9])
+    for batch in batches:
+        batch["labels"] = 1e9 * batch["labels"]
+    heads = TaskHeads(1e9 * heads.weight, 1e9 * heads.bias, partners, units)
+    scaled = compare_losses([model], batches, head, [heads])
+    assert_close(scaled.losses, both.losses, rtol=1e-5, atol=1e-5)
+    plain = collect_losses(model, batches).losses[0, ONE]
+    assert plain > 1e18
 
 
 @pytest.mark.parametrize(

@@ -423,8 +423,10 @@ def test_heads_are_fitted_at_the_end_at_the_start_or_in_rounds(tmp_path):
         for strategy in experiment.strategies
     )
     # At the end: only the last round differs.
-    assert plain.keys() == head.keys()
-    changed = {key[:2] for key in head if plain[key] != head[key]}
+    added = {key[:2] for key in head.keys() - plain.keys()}
+    assert added == {("round", 2)}
+    assert head["round", 2, "fedrot-head-failed"] == 0
+    changed = {key[:2] for key in plain if plain[key] != head[key]}
     assert changed == {
         (scope, 2) for scope in ("central", "messages", "client:0", "client:1")
     }

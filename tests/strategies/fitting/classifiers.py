@@ -148,6 +148,10 @@ class Kind:
             found.append((own, self.rows(100 + seed, 40 + 5 * seed)))
         return found
 
+    def labels(self) -> Tensor:
+        """Return those of all training rows."""
+        return torch.cat([training["labels"] for training, _ in self.pairs()]).double()
+
     def clients(self) -> list[Client]:
         built = [(lambda rank=rank: self.drawn(rank)) for rank in RANKS]
         return [
@@ -222,6 +226,15 @@ SINGLE = Kind(
     _one_label,
     partial(functional.cross_entropy, reduction="none"),
 )
+
+
+def _number(ids: Tensor) -> Tensor:
+    return ids[:, 0] / 10 + ids[:, 1] / 40
+
+
+#: Of the numbers of all training rows; their loss has this unit.
+VARIANCE = replace(SINGLE, label=_number).labels().var(correction=0)
+
 KINDS = {
     "single": SINGLE,
     "multi": Kind(
@@ -231,8 +244,8 @@ KINDS = {
     ),
     "regression": Kind(
         "regression",
-        lambda ids: ids[:, 0] / 10 + ids[:, 1] / 40,
-        lambda values, labels: (values[:, 0] - labels).square(),
+        _number,
+        lambda values, labels: (values[:, 0] - labels).square() / VARIANCE,
         outputs=1,
         temperatures=(1.0,),
     ),

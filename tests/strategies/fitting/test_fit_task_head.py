@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ def test_the_head_is_that_of_one_place_at_the_best_temperature(name, warnings):
     assert warnings() == ""
     best, shrinkage, temperature, head = kind.best()
     assert (found.fitted, found.clients, found.rows) == (True, 3, 135)
+    assert (found.reason, found.metrics()["fedrot-head-failed"]) == ("", 0)
     assert (found.shrinkage, found.temperature) == (shrinkage, temperature)
     for key, tensor in tensors_of(found.arrays).items():
         if key in head:
@@ -141,6 +143,28 @@ def test_a_head_that_is_worse_on_held_out_rows_is_not_taken(
             found.temperature if name.startswith("classifier") else 1
         )
         assert torch.allclose(tensor, own, rtol=1e-6, atol=0)
+
+
+def test_numbers_in_other_units_have_the_same_loss():
+    """A liar who claims labels of any size has a unit alone."""
+    kind = KINDS["regression"]
+    before = kind.fitted(kind.clients())
+    for factor, offset in ((1e6, 0), (1e-6, 0), (1, 1e5)):
+        other = replace(
+            kind, label=lambda ids, f=factor, o=offset: f * kind.label(ids) + o
+        )
+        found = other.fitted(other.clients())
+        assert (found.fitted, found.shrinkage) == (True, before.shrinkage)
+        assert found.losses[2] == pytest.approx(before.losses[2], rel=0.01)
+
+    def claim(answer: Answer) -> None:
+        if SUMS in answer:
+            answer[SUMS]["counts"][-1] *= 1e12
+
+    nodes = [*kind.clients(), *kind.clients()]
+    honest = kind.fitted(nodes)
+    found = kind.fitted([edited(nodes[0], claim), *nodes[1:]])
+    assert found.losses == pytest.approx(honest.losses, rel=0.5)
 
 
 def scaled(record: str, factor: float, *names: str) -> Callable[[Client], Client]:
@@ -336,15 +360,19 @@ def test_a_head_that_cannot_be_fitted_stays_as_it_is(
     warnings,
 ):
     one_class = {**SINGLE.rows(0), "labels": torch.zeros(80, dtype=torch.int64)}
-    for training in (one_class, None):
+    for training, reason in ((one_class, "two classes"), (None, "training rows")):
         found = SINGLE.fitted(
             [SINGLE.client(training, SINGLE.rows(seed)) for seed in (10, 11)]
         )
         assert (found.fitted, found.temperature) == (False, 1)
         assert largest_difference(found.arrays, ArrayRecord(SINGLE.state())) == 0
-        assert set(found.metrics()) == {"fedrot-head-fitted", "fedrot-head-temperature"}
-    assert "at least two classes" in warnings()
-    assert "training rows" in warnings()
+        assert reason in found.reason
+        assert f"Task head: the task head is not fitted. {found.reason}" in warnings()
+        assert found.metrics() == {
+            "fedrot-head-fitted": 0,
+            "fedrot-head-failed": 1,
+            "fedrot-head-temperature": 1,
+        }
 
 
 @pytest.mark.parametrize(

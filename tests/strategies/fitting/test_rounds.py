@@ -384,8 +384,9 @@ def test_a_later_round_without_answers_keeps_its_head(
         return answer
 
     result, sent = played(map(once, LEARNERS), 3)
-    assert "Round 2: the task head is not changed" in warnings()
+    assert "Round 2: the task head is not fitted" in warnings()
     metrics = result.train_metrics_clientapp
+    assert [own["fedrot-head-failed"] for own in metrics.values()] == [0, 1, 1]
     assert [
         number for number, found in metrics.items() if "fedrot-head-loss" in found
     ] == [1]

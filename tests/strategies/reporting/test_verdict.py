@@ -17,6 +17,7 @@ from fedrot.strategies.reporting.verdict import (
     CHANCE,
     DROPPED,
     FOUND,
+    HEAD_FAILED,
     MOVED,
     NOBODY,
     OFF,
@@ -233,6 +234,8 @@ def test_a_share_of_nothing_has_no_sign(share):
 
 def test_the_last_lines_of_a_run():
     rounds = {1: figures(12, 1), 2: figures(3, 2), 10: figures(0)}
+    rounds[1][HEAD_FAILED] = 0
+    rounds[2][HEAD_FAILED] = rounds[10][HEAD_FAILED] = 1
     verdicts = {
         1: f"rotation 12.7 %: {TURNED}",
         2: "said only once",
@@ -243,6 +246,8 @@ def test_the_last_lines_of_a_run():
         "Round 1: rotation 12.7 %: heads are rotated relative to each other.",
         "Round 10: nothing beyond chance.",
         "3 replies were dropped, in 2 rounds.",
+        "No task head could be fitted in 2 rounds, the first is round 2: warnings say "
+        "why.",
         "Rows of the rounds: 'runs/a.jsonl'. A page of them: fedrot report "
         "'runs/a.jsonl'",
     ]

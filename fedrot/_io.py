@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from fedrot.errors import FedrotError, safe
@@ -186,3 +186,17 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
+
+
+def inner(name: str, file: object) -> str:
+    """Return a path that a model's file names; raise ``FedrotError`` if it leads out.
+
+    Links are followed: the hub's cache consists of links.
+    """
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise FedrotError(
+            f"'{file}' names '{name}'. Files outside of a model's folder are not read: "
+            "copy that file into the folder, and name it without its path."
+        )
+    return name

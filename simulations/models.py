@@ -17,10 +17,6 @@ from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors, load_adapter
 from fedrot.simulations.data.read import listed
 from fedrot.simulations.model_labels import labels_of, places_of
-from fedrot.simulations.pooled_classifier import (
-    PooledForSequenceClassification,
-    pooling_of,
-)
 from fedrot.simulations.pretrained import (
     loading,
     pad_id_of,
@@ -29,6 +25,12 @@ from fedrot.simulations.pretrained import (
 )
 from fedrot.simulations.scenario import Scenario, Settings
 from fedrot.simulations.tasks.task_registry import TASKS
+from fedrot.strategies.pooled_classifier import (
+    PooledClassifier,
+    PooledClassifierConfig,
+    refuse_random,
+    saved_pooling,
+)
 from fedrot.task_head.names import task_head_of
 from fedrot.tensors import Tensors
 
@@ -46,8 +48,13 @@ PROBLEM_TYPES = {
 
 
 def model_config(scenario: Scenario, data: Any) -> Any:
-    """Return the transformers configuration of the model, with the task's head."""
+    """Return the transformers configuration of the model, with the task's head.
+
+    The classifier of a sentence-transformers model is a ``PooledClassifier``.
+    """
     settings = settings_of(scenario, data)
+    if scenario.model and TASKS[scenario.task].reads_pooling:
+        settings = _pooled(scenario.model, settings)
     if classes := _classes(scenario, data):
         _name_outputs(settings, classes)
     if TASKS[scenario.task].classifies:
@@ -74,6 +81,23 @@ def _name_outputs(settings: Any, names: Sequence[str]) -> None:
     settings.label2id = {name: number for number, name in enumerate(names)}
 
 
+def _has_task_head(settings: Any) -> bool:
+    """Return whether a model was saved with a task head."""
+    return any("Classifi" in name for name in settings.architectures or ())
+
+
+def _pooled(model: str, settings: Any) -> Any:
+    """Return a configuration, of a sentence-transformers model with its pooling.
+
+    A saved task head keeps its class.
+    """
+    if _has_task_head(settings):
+        return settings
+    with loading(model):
+        pooling = saved_pooling(source_of(model))
+    return PooledClassifierConfig(settings, pooling) if pooling else settings
+
+
 def build_model(
     scenario: Scenario,
     data: Any,
@@ -85,10 +109,9 @@ def build_model(
     Parameters that are not pretrained are drawn with ``seed``.
 
     With ``lora``, ``seed`` decides only the adapter: all models have the same base,
-    with its task head. The classifier of a sentence-transformers model reads its pooled
-    tokens, see ``simulations.pooled_classifier``. The outputs of a saved task head are
-    found by the names of the data's classes, see ``places_of``. The attribute
-    ``remark`` of such a model is a sentence about them.
+    with its task head. The outputs of a saved task head are found by the names of the
+    data's classes, see ``places_of``. The attribute ``remark`` of such a model is a
+    sentence about them.
 
     Args:
         rank: rank of the adapter; None: that of the global adapter.
@@ -103,13 +126,12 @@ def build_model(
     auto = getattr(transformers, f"AutoModelFor{task.auto_model}")
     if scenario.model is None:
         return auto.from_config(settings)
-    pooling = pooling_of(scenario.model, settings) if task.reads_pooling else ""
     classes = _classes(scenario, data)
     labels = []
-    if classes and "Classification" in str(settings.architectures):
+    if classes and _has_task_head(settings):
         labels = labels_of(pretrained_settings(scenario.model))
         _name_outputs(settings, labels)
-    model = _pretrained(scenario.model, auto, pooling, settings)
+    model = _pretrained(scenario.model, auto, settings)
     if labels:
         _match_task_head(model, scenario.model, labels, classes)
     if not scenario.lora:
@@ -122,41 +144,43 @@ def build_model(
     )
 
 
-def _pretrained(name: str, auto: Any, pooling: str, settings: Any) -> Any:
+def _pretrained(name: str, auto: Any, settings: Any) -> Any:
     """Load a model in float32, whatever its files are in.
 
     New tensors, such as those of a task head, are logged.
     """
-    if pooling:
-        auto = transformers.AutoModel
+    source = source_of(name)
+    # A saved one has its class among its architectures.
+    pooled = isinstance(settings, PooledClassifierConfig) and not settings.architectures
     with loading(name):
-        model, info = auto.from_pretrained(
-            source_of(name),
-            config=settings,
-            dtype=torch.float32,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    new = info["missing_keys"]
-    # A model saved for another task may have no pooler.
-    prefix = "" if pooling else f"{model.base_model_prefix}."
-    body = sorted(n for n in new if n.startswith(prefix) and "pooler." not in n)
-    if body:
-        raise FedrotError(
-            f"'{name}' has no tensor '{body[0]}' ({len(body)} missing in all), which a "
-            f"{type(model).__name__} needs: it would be random. Save the whole model, "
-            "without wrappers, with save_pretrained."
-        )
+        if pooled:
+            model = PooledClassifier.from_encoder(
+                source,
+                settings.pooling,
+                id2label=settings.id2label,
+                label2id=settings.label2id,
+                problem_type=settings.problem_type,
+                dtype=torch.float32,
+            )
+            new = {"classifier.bias", "classifier.weight"}
+        else:
+            model, info = auto.from_pretrained(
+                source,
+                config=settings,
+                dtype=torch.float32,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+            new = info["missing_keys"]
+            refuse_random(name, model, new)
     if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
         raise FedrotError(
             f"'{name}' is quantised. Give it in float32, float16 or bfloat16."
         )
-    if pooling:
-        model = PooledForSequenceClassification(model, pooling)
-        new = {"classifier.bias", "classifier.weight"}
+    if pooled:
         _LOG.info(
-            f"'{name}' is classified by the {pooling} of its tokens, without later "
-            "modules."
+            f"'{name}' is classified by the {settings.pooling} of its tokens, without "
+            "later modules."
         )
     if new:
         _LOG.info(f"Not in '{name}', therefore random: {', '.join(sorted(new))}")
@@ -238,7 +262,12 @@ def _with_adapter(model: Any, adapter: Settings, task_type: str) -> Module:
     arguments = {"task_type": task_type, "exclude_modules": heads, **adapter}
     try:
         import peft
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
+        # PEFT does not see the encoder in a PooledClassifier.
+        kind = model.config.get_text_config().model_type
+        targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
+        arguments.setdefault("target_modules", targets)
         config = peft.LoraConfig(**arguments)
         with warnings.catch_warnings():
             # PEFT reads an attribute that transformers has renamed.

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
-from fedrot._io import shallow
+from fedrot._io import inner, shallow
 from fedrot.errors import FedrotError
 from fedrot.simulations.model_labels import named_by_numbers
 
@@ -104,20 +104,6 @@ def models_inside(folder: Path) -> str:
                     inside.append(f"'{file.parent}'")
     models = " or ".join(sorted(inside)[:_SHOWN])
     return models and f" There are models inside of it: give {models}."
-
-
-def inner(name: str, file: object) -> str:
-    """Return a path that a model's file names; raise ``FedrotError`` if it leads out.
-
-    Links are followed: the hub's cache consists of links.
-    """
-    path = PurePath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise FedrotError(
-            f"'{file}' names '{name}'. Files outside of a model's folder are not read: "
-            "copy that file into the folder, and name it without its path."
-        )
-    return name
 
 
 def optional_file(source: str, name: str) -> str | None:

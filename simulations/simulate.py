@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from fedrot.errors import FedrotError
 from fedrot.simulations.checks import (
     checked,
     costs_of,
@@ -44,8 +45,9 @@ from fedrot.simulations.run_folder import (
     cells_of,
     config_in,
     only_writer,
+    read_run,
 )
-from fedrot.simulations.summary import CENTRAL
+from fedrot.simulations.summary import CENTRAL, verdict
 from fedrot.simulations.tasks import training
 from fedrot.strategies.reporting.verdict import HEAD_FAILED
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
@@ -63,11 +65,14 @@ def simulate(
     console: Console,
     machine: Machine,
     *,
+    save: Path | None = None,
     dry_run: bool = False,
 ) -> None:
     """Run what the folder ``out`` does not have yet.
 
     Args:
+        save: a new or empty folder for the model of the recommended strategy, of one
+            experiment. The strategy's first seed is run again for it.
         dry_run: only check the input, and print what is known before a run; nothing is
             written.
 
@@ -127,6 +132,29 @@ def simulate(
             f"{run.failed} of {len(missing)} parts failed; the tracebacks are in "
             f"{out / 'cells'}. Repeat the command to try them again."
         )
+    if save:
+        _save_recommended(cells, out, save, console)
+
+
+def _save_recommended(
+    cells: Sequence[Cell], out: Path, save: Path, console: Console
+) -> None:
+    """Run the recommended strategy with its first seed, and write its model."""
+    run = read_run(out)
+    result = verdict(run, cells[0].experiment.name)
+    name = result.recommended.name if result else ""
+    cell = next((cell for cell in cells if cell.strategy.name == name), None)
+    if cell is None:
+        raise FedrotError(
+            f"The recommended strategy in '{out}' is {name}, of an earlier command. "
+            "Name it in --strategies to save its model."
+        )
+    console.print(f"Runs again for its model: {cell.title}", highlight=False)
+    messages: list[Any] = []
+    run_job([cell], [nan], out / TRAININGS, messages.append, save=save)
+    if messages[-1].failure:
+        raise RuntimeError(f"{cell.title}: {messages[-1].failure}")
+    console.print(f"Model: {save}", highlight=False)
 
 
 @dataclass(frozen=True)
@@ -299,12 +327,13 @@ def run_job(
     trainings: Path,
     tell: Tell,
     grid: Any = None,
+    save: Path | None = None,
 ) -> None:
     """Run cells that share the trainings of their clients, and tell what happens.
 
     The messages are ``CellProgress``, and for each cell a ``CellResult``. The clients
     are those of a grid; None: in this process. Trainings are kept in ``trainings`` if
-    this machine has it.
+    this machine has it. The last model goes to the folder ``save``.
     """
     torch.set_num_threads(1)
     count = cells[0].experiment.clients
@@ -330,7 +359,7 @@ def run_job(
         for cell, cost in zip(cells, costs, strict=True):
             try:
                 with _counting(tell, cell, cost):
-                    run = run_cell(cell, grid, Path(scratch))
+                    run = run_cell(cell, grid, Path(scratch), save)
                 result = CellResult(cell.name, run.rows, run.alignment, log.getvalue())
             except Exception:
                 failure = f"{log.getvalue()}\n{traceback.format_exc()}"

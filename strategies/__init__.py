@@ -1,6 +1,7 @@
 """``fedrot.strategies``: Flower strategies that align replies before the average."""
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 if find_spec("flwr") is None:
     raise ModuleNotFoundError(
@@ -26,6 +27,9 @@ from fedrot.strategies.wire.statistics_record import (
     wanted_statistics,
 )
 
+if TYPE_CHECKING:
+    from fedrot.strategies.pooled_classifier import PooledClassifier
+
 __all__ = [
     "Aligned",
     "AlignedLoRA",
@@ -37,6 +41,7 @@ __all__ = [
     "LabelledRows",
     "Matching",
     "OtherBasis",
+    "PooledClassifier",
     "ReplyStrategy",
     "Reporting",
     "Server",
@@ -53,3 +58,12 @@ __all__ = [
     "to_arrays",
     "wanted_statistics",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # Its import needs seconds: it imports transformers.
+    if name == "PooledClassifier":
+        from fedrot.strategies.pooled_classifier import PooledClassifier
+
+        return PooledClassifier
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

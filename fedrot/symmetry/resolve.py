@@ -38,6 +38,10 @@ from fedrot.tensors import Shapes, Tensors, unusable
 #: A state dict, or the shapes of one.
 TensorsOrShapes = Tensors | Mapping[str, Sequence[int]]
 
+#: ``model_type`` of ``fedrot.strategies.PooledClassifier``; its ``text_config`` is the
+#: configuration of its encoder.
+POOLED_CLASSIFIER = "fedrot_pooled_classifier"
+
 #: The model's names, by the names without wrappers' pieces, and without prefix.
 RealNames = dict[str, str]
 
@@ -240,7 +244,11 @@ def _refusals(unplaced: Sequence[str], missing: Sequence[str]) -> Reasons:
 
 
 def settings_of(config: object) -> Config:
-    """Return a transformers configuration, or a dictionary, as a dictionary."""
+    """Return a transformers configuration, or a dictionary, as a dictionary.
+
+    That of a ``PooledClassifier`` has the settings of its encoder, its own labels and
+    ``pooling``.
+    """
     to_dict = getattr(config, "to_dict", None)
     settings = to_dict() if callable(to_dict) else config
     if not isinstance(settings, Mapping):
@@ -248,7 +256,10 @@ def settings_of(config: object) -> Config:
             f"The config is a {type(config).__name__}; pass a transformers "
             "configuration, model.config, or its dictionary."
         )
-    return settings
+    if settings.get("model_type") != POOLED_CLASSIFIER:
+        return settings
+    labels = {name: settings.get(name) for name in ("id2label", "problem_type")}
+    return {**settings, **settings.get("text_config", {}), **labels}
 
 
 def family_of(

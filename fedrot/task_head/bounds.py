@@ -15,8 +15,9 @@ def largest_inputs(config: object, tensors: Tensors, task_head: str) -> Tensor |
     """Return the largest absolute value that each input of a task head can have.
 
     float64 ``[inputs]``: 1 after tanh; ``|g| sqrt(d) + |b|`` after a norm of ``d``
-    units with gain ``g`` and bias ``b``. None if the model's family has no bound, or
-    if other layers stand before the head.
+    units with gain ``g`` and bias ``b``. A pooling of tokens has the bound of the last
+    hidden states. None if the model's family has no bound, or if other layers stand
+    before the head.
 
     Args:
         config: a transformers configuration, or its dictionary.
@@ -25,7 +26,9 @@ def largest_inputs(config: object, tensors: Tensors, task_head: str) -> Tensor |
 
     Example: ``largest_inputs(model.config, model.state_dict(), "classifier")``
     """
-    model_type = settings_of(config).get("model_type")
+    settings = settings_of(config)
+    model_type = settings.get("model_type")
+    is_pooled = "pooling" in settings
     names = list(tensors)
     weight = f"{task_head}.weight"
     size = tensors[weight].shape[1]
@@ -34,11 +37,13 @@ def largest_inputs(config: object, tensors: Tensors, task_head: str) -> Tensor |
     for family in FAMILIES:
         if model_type not in family.model_types:
             continue
-        match family.features_of(model_type):
+        match family.features_of(model_type, is_pooled):
             case AfterTanh(layer) if before.endswith(layer):
                 return torch.ones(size, dtype=torch.float64)
-            case AfterNorm(norm) if before == norm:
-                gain = tensors[f"{norm}.weight"].double().abs() * size**0.5
-                bias = tensors.get(f"{norm}.bias", torch.zeros(()))
-                return gain + bias.double().abs()
+            case AfterNorm(norm) if is_pooled or before == norm:
+                # Each layer may have a norm of this name: the last one counts.
+                ends = f"{norm}.weight"
+                gain = next(name for name in reversed(names) if name.endswith(ends))
+                bias = tensors.get(f"{gain[:-6]}bias", torch.zeros(()))
+                return tensors[gain].double().abs() * size**0.5 + bias.double().abs()
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import click
@@ -126,6 +127,14 @@ def say(message: str) -> None:
 
 def complain_in_red(message: str) -> None:
     console.print(message, style="red", highlight=False)
+
+
+def refuse_taken(folder: Path | None, option: str) -> None:
+    """Raise ``FileExistsError`` if a folder of an option is there and not empty."""
+    if folder and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(
+            f"'{folder}' exists and is not an empty folder. Choose another {option}."
+        )
 
 
 def command_line() -> str:

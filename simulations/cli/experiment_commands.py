@@ -11,12 +11,14 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from fedrot._io import replacing
+from fedrot.errors import FedrotError
 from fedrot.simulations.cli.commands import (
     Function,
     app,
     command,
     command_line,
     console,
+    refuse_taken,
     say,
 )
 from fedrot.simulations.experiment import Experiment, read_experiments
@@ -72,6 +74,9 @@ def simulate(
     workers: Annotated[
         int | None, Option(min=1, help="Processes; default: one per core.")
     ] = None,
+    save: Annotated[
+        Path | None, Option(help="A new folder for the recommended model.")
+    ] = None,
     dry_run: Annotated[
         bool, Option("--dry-run", help="Check everything, run nothing.")
     ] = False,
@@ -93,6 +98,12 @@ def simulate(
         experiments = read_experiments(file, values)
     else:
         experiments = [Experiment.from_flat(values)]
+    refuse_taken(save, "--save")
+    if save and len(experiments) > 1:
+        raise FedrotError(
+            f"--save writes one model, but '{file}' has {len(experiments)} experiments."
+            " Leave it out."
+        )
     # After the settings have been checked: these modules import torch and transformers.
     from fedrot.simulations.engine import Machine
     from fedrot.simulations.simulate import simulate as run
@@ -103,6 +114,7 @@ def simulate(
         command_line(),
         console,
         Machine(workers, ray),
+        save=save,
         dry_run=dry_run,
     )
 

@@ -16,6 +16,7 @@ from fedrot.simulations.cli.commands import (
     command,
     complain_in_red,
     console,
+    refuse_taken,
     say,
 )
 
@@ -61,10 +62,7 @@ def merge(
             "adapters, --parts and --data are for models, and --fit-head and columns "
             "need --data. Leave it out."
         )
-    if out and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(
-            f"'{out}' exists and is not an empty folder. Choose another --out."
-        )
+    refuse_taken(out, "--out")
     numbers = _weights(weights, len(models))
     allowed = allow or []
     with console.status(escape(f"Merging {len(models)} models")):

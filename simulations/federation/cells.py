@@ -25,6 +25,7 @@ from fedrot.simulations.models import (
     tensors_of,
 )
 from fedrot.simulations.run_folder import Cell, Row, read_rows
+from fedrot.simulations.saved.load import save_model
 from fedrot.simulations.summary import ROWS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
@@ -49,10 +50,12 @@ class CellRun(Cell):
 
     ``grid`` has the clients that take part (None while the cell is only checked). Files
     go to the folder ``scratch``, through which clients on this machine share trainings.
+    The model after the last round goes to the folder ``save``.
     """
 
     grid: Any = None
     scratch: Path = Path()
+    save: Path | None = None
     rows: list[Row] = field(default_factory=list)
     alignment: list[Row] = field(default_factory=list)
 
@@ -125,6 +128,8 @@ class CellRun(Cell):
                             **training.evaluate(model, task, task.train, rows),
                         },
                     )
+            if self.save:
+                save_model(model, self.experiment, self.save)
         return metrics
 
     def with_fitted_task_head(
@@ -290,7 +295,9 @@ def strategy_of(cell: CellRun, model: Any) -> CellStrategy:
     )
 
 
-def run_cell(cell: Cell, grid: OrderedGrid, scratch: Path) -> CellRun:
+def run_cell(
+    cell: Cell, grid: OrderedGrid, scratch: Path, save: Path | None = None
+) -> CellRun:
     """Run a cell with its clients of a grid.
 
     It fails if no update of a round was accepted.
@@ -301,6 +308,7 @@ def run_cell(cell: Cell, grid: OrderedGrid, scratch: Path) -> CellRun:
         cell.strategy,
         grid.of(cell.strategy.clients),
         scratch,
+        save,
     )
     RUNS[cell.strategy.kind](run)
     return run

@@ -12,6 +12,7 @@ from typing import Any
 
 from fedrot._io import as_os_error, replacing
 from fedrot.errors import FedrotError
+from fedrot.simulations.data.tokenizers import fast_tokenizer
 from fedrot.simulations.model_labels import labels_of
 from fedrot.simulations.pretrained import (
     loading,
@@ -20,6 +21,7 @@ from fedrot.simulations.pretrained import (
     source_of,
     tokenizer_of,
 )
+from fedrot.simulations.scenario import Scenario
 from fedrot.symmetry import check_family
 from fedrot.tensors import Tensors
 
@@ -75,10 +77,14 @@ def load(name: str, whole: bool = False) -> SavedModel:
     """
     import transformers
 
+    from fedrot.strategies.pooled_classifier import PooledClassifier
+
     config = pretrained_settings(name)
     with loading(name):
         class_name = (config.architectures or ["AutoModel"])[0]
         model_class = getattr(transformers, class_name, None)
+        if class_name == PooledClassifier.__name__:
+            model_class = PooledClassifier
     with about(name):
         check_family(config.to_dict())
     what = ""
@@ -113,6 +119,24 @@ def load(name: str, whole: bool = False) -> SavedModel:
             "transformers, without wrappers, and save it with save_pretrained."
         )
     return SavedModel(name, model)
+
+
+def save_model(model: Any, scenario: Scenario, out: Path) -> None:
+    """Write a model of a simulation and its tokenizer to a new or empty folder.
+
+    An adapter is merged into its base, which changes ``model``.
+    """
+    if hasattr(model, "peft_config"):
+        model = model.merge_and_unload()
+    settings = model.config.get_text_config()
+    with writing(out) as folder:
+        model.save_pretrained(folder)
+        if hasattr(settings, "vocab_size"):
+            tokenizer = fast_tokenizer(scenario)
+            tokenizer.model_max_length = scenario.max_length
+            if getattr(settings, "type_vocab_size", 0) < 2:
+                tokenizer.model_input_names = ["input_ids", "attention_mask"]
+            tokenizer.save_pretrained(folder)
 
 
 @contextmanager

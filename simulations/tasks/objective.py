@@ -150,6 +150,7 @@ def model_inputs(model: Module, batch: Batch) -> Batch:
     DistilBERT, RoBERTa and decoders have none.
     """
     inputs = dict(batch)
-    if getattr(model.config, "type_vocab_size", 0) < 2:
+    settings = model.config.get_text_config()
+    if getattr(settings, "type_vocab_size", 0) < 2:
         inputs.pop("token_type_ids", None)
     return inputs

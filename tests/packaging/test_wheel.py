@@ -119,6 +119,7 @@ def test_the_wheel_holds_every_module_types_data_and_licences(wheel):
         "fedrot/simulations/data/bundled/goemotions_ekman/train.parquet",
         "fedrot/simulations/data/bundled/goemotions_ekman/test.parquet",
         "fedrot/simulations/data/bundled/tokenizer.json",
+        "fedrot/simulations/data/bundled/tokenizer_config.json",
         "fedrot/simulations/data/bundled/LICENSE-goemotions.txt",
         "fedrot/simulations/report/templates/page.html.j2",
     ):

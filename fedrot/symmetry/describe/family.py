@@ -9,7 +9,7 @@ from typing import Any
 from fedrot.errors import SymmetryError
 from fedrot.symmetry.describe.layers import Block, axes_of, shared_heads, together
 from fedrot.symmetry.describe.spaces import Axes, Space, merged, on_residual
-from fedrot.symmetry.describe.task_heads import PLAIN, Features
+from fedrot.symmetry.describe.task_heads import PLAIN, UNMEASURED, Features
 
 #: A configuration of transformers as a dictionary, and the names of a model's tensors
 #: without prefix.
@@ -137,6 +137,9 @@ class Family:
         features: what bounds the inputs of the last layer of a classifier; by model
             type if the types differ. Clients' sums of larger features are refused.
 
+        hidden: what bounds the last hidden states of tokens, which a
+            ``PooledClassifier`` reads; by model type if the types differ.
+
     Names of tensors have no model prefix, except in ``features``.
     """
 
@@ -148,25 +151,28 @@ class Family:
     inside: tuple[str, ...] = ()
     buffers: Mapping[str, int] = field(default_factory=lambda: BUFFERS)
     stream: str = ROTATED
+    hidden: Features | Mapping[str, Features] = UNMEASURED
     # Without a default: a family that says nothing would have no bound, silently.
     features: Features | Mapping[str, Features] = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.features, Mapping):
-            return
         for name in self.model_types:
-            if name not in self.features:
+            if isinstance(self.features, Mapping) and name not in self.features:
                 raise SymmetryError(
                     f"Family '{self.name}' does not say what bounds the features of "
                     f"'{name}'. Add it to 'features', as AfterTanh, AfterNorm, or "
                     "Unbounded with the reason."
                 )
 
-    def features_of(self, model_type: str) -> Features:
-        """Return what bounds the features of a model type of this family."""
-        if isinstance(self.features, Mapping):
-            return self.features[model_type]
-        return self.features
+    def features_of(self, model_type: str, pooled: bool = False) -> Features:
+        """Return what bounds the features of a model type of this family.
+
+        ``pooled``: those of a ``PooledClassifier``.
+        """
+        features = self.hidden if pooled else self.features
+        if isinstance(features, Mapping):
+            return features[model_type]
+        return features
 
     @property
     def stacks(self) -> tuple[str, ...]:

@@ -31,16 +31,17 @@ def seen(
     return calls
 
 
-def test_simulate_has_at_most_fifteen_options_and_each_is_a_setting_or_of_the_run():
+def test_simulate_has_at_most_sixteen_options_and_each_is_a_setting_or_of_the_run():
     group = typer.main.get_command(app)
     options = [
         p for p in group.commands["simulate"].params if isinstance(p, click.Option)
     ]
-    assert len(options) <= 15
+    assert len(options) <= 16
     names = {str(option.name) for option in options}
     assert names - {*Experiment.model_fields} == {
         "out",
         "workers",
+        "save",
         "dry_run",
         "settings",
     }
@@ -70,7 +71,7 @@ def test_options_reach_the_run(seen, tmp_path):
     assert (out, machine, options) == (
         tmp_path / "run",
         Machine(3, "here:1"),
-        {"dry_run": False},
+        {"save": None, "dry_run": False},
     )
     # Options replace the values of a file.
     file = tmp_path / "one.toml"
@@ -83,7 +84,7 @@ def test_options_reach_the_run(seen, tmp_path):
     (((found,), *_), options) = seen[1]
     assert (found.model, found.data_dir, found.local_epochs) == ("minilm", tmp_path, 2)
     assert found.lora == {"r": 2, "target_modules": ["query"]}
-    assert options == {"dry_run": True}
+    assert options == {"save": None, "dry_run": True}
 
 
 @pytest.mark.parametrize(

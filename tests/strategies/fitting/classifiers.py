@@ -21,6 +21,10 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from fedrot.lora import adapter_tensors
 from fedrot.strategies import LabelledRows, answer_with_sums, fit_task_head
+from fedrot.strategies.pooled_classifier import (
+    PooledClassifier,
+    PooledClassifierConfig,
+)
 from fedrot.task_head.choice import SHRINKAGES
 from fedrot.task_head.fit import fitted_task_head
 from fedrot.task_head.losses import TEMPERATURES
@@ -51,6 +55,8 @@ class Kind:
     temperatures: tuple[float, ...] = TEMPERATURES
     #: The name of the clients' adapters, which have the ``RANKS``; empty for models.
     adapter: str = ""
+    #: Of a ``PooledClassifier``.
+    pooling: str = ""
 
     @property
     def head(self) -> str:
@@ -79,9 +85,14 @@ class Kind:
             "problem_type": self.problem,
             "num_attention_heads": 2,
         }
-        model = BertForSequenceClassification(BertConfig(**small, **own)).eval()
+        config: Any = BertConfig(**small, **own)
+        model: Any = BertForSequenceClassification(config)
+        if self.pooling:
+            config = PooledClassifierConfig(config, self.pooling, **own)
+            model = PooledClassifier(config)
+        model.eval()
         # Features of an untrained model differ too little for a head.
-        for parameter in model.bert.encoder.parameters():
+        for parameter in model.base_model.encoder.parameters():
             parameter.data.mul_(4)
         if not self.adapter:
             return model
@@ -251,6 +262,7 @@ KINDS = {
     ),
     "adapter": replace(SINGLE, adapter="default"),
     "adapter of another name": replace(SINGLE, adapter="mine"),
+    "pooled": replace(SINGLE, pooling="mean"),
 }
 
 

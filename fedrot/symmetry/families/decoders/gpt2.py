@@ -38,5 +38,6 @@ FAMILY = Family(
     ),
     task_heads=(PLAIN, read_out(modules="multiple_choice_head.summary")),
     buffers={**BUFFERS, "attn.bias": 4, "attn.masked_bias": 0},
+    hidden=AfterNorm("ln_f"),
     features=AfterNorm("transformer.ln_f"),
 )

@@ -51,6 +51,9 @@ def projections(p: str, bias: bool, output_bias: bool) -> Projections:
 #: The norm before a classifier of LLaMA's modules.
 LAST_NORM = AfterNorm("model.norm")
 
+#: The norm after the last layer, without the model's prefix.
+LAST_HIDDEN = AfterNorm("norm")
+
 
 def decoder(
     name: str,
@@ -58,6 +61,7 @@ def decoder(
     layer: Layer,
     features: Features | Mapping[str, Features],
     stream: str = ROTATED,
+    hidden: Features | Mapping[str, Features] = LAST_HIDDEN,
 ) -> Family:
     """Return a family with LLaMA's modules around the layers."""
     return Family(
@@ -71,6 +75,7 @@ def decoder(
         spaces={RESIDUAL: Space(SignedPermutation)},
         inside=("rotary_emb",),
         stream=stream,
+        hidden=hidden,
         features=features,
     )
 

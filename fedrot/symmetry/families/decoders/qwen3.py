@@ -11,6 +11,7 @@ from fedrot.symmetry.describe.layers import Block, attention, pre_norm, together
 from fedrot.symmetry.describe.spaces import norm
 from fedrot.symmetry.describe.task_heads import UNMEASURED, Unbounded
 from fedrot.symmetry.families.decoders.llama import (
+    LAST_HIDDEN,
     decoder,
     gated,
     heads_of,
@@ -45,4 +46,5 @@ FAMILY = decoder(
         "gemma3_text": Unbounded("the gain of its norms is 1 + weight, not the weight"),
     },
     "rotated; permuted in gemma3_text, which has norms after its blocks",
+    {"qwen3": LAST_HIDDEN, "gemma3_text": UNMEASURED},
 )

@@ -6,7 +6,7 @@ from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, St
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward_of, together
 from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, linear, norm
-from fedrot.symmetry.describe.task_heads import AfterTanh, masked_lm
+from fedrot.symmetry.describe.task_heads import AfterNorm, AfterTanh, masked_lm
 from fedrot.symmetry.families.encoders.bert import TABLES, embeddings
 from fedrot.symmetry.signs import SignedPermutation
 
@@ -43,5 +43,6 @@ FAMILY = Family(
     ),
     spaces={"pooler": Space(SignedPermutation, present="pooler.weight")},
     inside=("pooler",),
+    hidden=AfterNorm("full_layer_layer_norm"),
     features=AfterTanh("pooler"),
 )

@@ -22,6 +22,7 @@ from fedrot.symmetry.describe.task_heads import (
     POOLED,
     POOLER,
     ROBERTA,
+    AfterNorm,
     masked_lm,
 )
 from fedrot.symmetry.signs import SignedPermutation
@@ -80,6 +81,7 @@ FAMILY = Family(
     ),
     spaces=SPACES,
     inside=("pooler",),
+    hidden=AfterNorm("output.LayerNorm"),
     features={
         "bert": AFTER_POOLER,
         "roberta": AFTER_DENSE,

@@ -92,7 +92,7 @@ TEXT_FAMILY = Family(
     name="clip-text",
     model_types=("clip_text_model",),
     body=_text(),
-    task_heads=(_TEXT_HEADS,),
+    task_heads=(read_out(_TEXT, "text_projection classifier"),),
     features=Unbounded("texts have no classifier"),
 )
 

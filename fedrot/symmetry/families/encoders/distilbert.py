@@ -6,7 +6,7 @@ from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, St
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward_of, together
 from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, linear, norm
-from fedrot.symmetry.describe.task_heads import OPEN_ACTIVATION
+from fedrot.symmetry.describe.task_heads import OPEN_ACTIVATION, AfterNorm
 from fedrot.symmetry.families.encoders.bert import TABLES, embeddings
 
 
@@ -39,5 +39,6 @@ FAMILY = Family(
         linear("vocab_projector", None, RESIDUAL),
     ),
     spaces={"pre_classifier": Space(present="pre_classifier.weight")},
+    hidden=AfterNorm("output_layer_norm"),
     features=OPEN_ACTIVATION,
 )

@@ -6,6 +6,7 @@ from fedrot.symmetry.describe.family import POST_NORM, Family, Stack, optional
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, linear
 from fedrot.symmetry.describe.task_heads import (
     OPEN_ACTIVATION,
+    AfterNorm,
     masked_lm,
     read_out,
     two_layers,
@@ -32,5 +33,6 @@ FAMILY = Family(
         ),
     ),
     spaces={"embedding": Space(present="embeddings_project.weight")},
+    hidden=AfterNorm("output.LayerNorm"),
     features=OPEN_ACTIVATION,
 )

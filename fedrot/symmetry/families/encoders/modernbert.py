@@ -8,7 +8,7 @@ from fedrot.symmetry.describe.family import NORM_IN_FRONT, Config, Family, Names
 from fedrot.symmetry.describe.layers import Block, attention, feed_forward, together
 from fedrot.symmetry.describe.projections import Heads, Projections, Units
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding, linear, norm
-from fedrot.symmetry.describe.task_heads import UNMEASURED, read_out
+from fedrot.symmetry.describe.task_heads import UNMEASURED, AfterNorm, read_out
 
 
 def _layer(config: Config, names: Names, p: str) -> Block:
@@ -45,7 +45,8 @@ FAMILY = Family(
         read_out("head", "decoder classifier qa_outputs"),
     ),
     # The decoder is tied to the embeddings' table; a classifier reads its own hidden
-    # units.
-    spaces={"head": Space(absent="decoder.weight")},
+    # units, a pooled one the stream.
+    spaces={"head": Space(present="head.dense.weight", absent="decoder.weight")},
+    hidden=AfterNorm("final_norm"),
     features=UNMEASURED,
 )

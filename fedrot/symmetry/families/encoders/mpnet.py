@@ -6,7 +6,7 @@ from fedrot.symmetry.describe.family import POST_NORM, Config, Family, Names, St
 from fedrot.symmetry.describe.layers import Block, attention, together
 from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import norm
-from fedrot.symmetry.describe.task_heads import AFTER_DENSE, POOLED, ROBERTA
+from fedrot.symmetry.describe.task_heads import AFTER_DENSE, POOLED, ROBERTA, AfterNorm
 from fedrot.symmetry.families.encoders.bert import (
     SPACES,
     TABLES,
@@ -42,5 +42,6 @@ FAMILY = Family(
     task_heads=(POOLED, ROBERTA),
     spaces=SPACES,
     inside=("pooler",),
+    hidden=AfterNorm("output.LayerNorm"),
     features=AFTER_DENSE,
 )

@@ -1,0 +1,303 @@
+"""``PooledClassifier``: an encoder, a pooling of its tokens, and a linear task head."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+from transformers.utils.hub import cached_file
+
+from fedrot._io import inner, read_json, shallow
+from fedrot.errors import FedrotError
+from fedrot.symmetry.resolve import POOLED_CLASSIFIER
+
+#: What the task head reads: the mean of the tokens, the first one, or the last one.
+POOLINGS = ("mean", "cls", "last")
+#: The names of these and other poolings in folders of sentence-transformers; those of
+#: ``pooling_mode_...`` were written before its version 6.
+_SAVED_NAMES = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+    "lasttoken": "last",
+}
+#: Settings of a classifier that are not those of its encoder.
+_LABELS = ("num_labels", "id2label", "label2id", "problem_type")
+#: Options of ``from_pretrained`` that say where files are.
+_PLACES = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
+
+
+class PooledClassifierConfig(PretrainedConfig):
+    """The configuration of a ``PooledClassifier``.
+
+    Args:
+        text_config: the encoder's configuration, or its dictionary.
+        pooling: ``mean``, ``cls`` or ``last``.
+        settings: as in every configuration, such as ``num_labels``.
+
+    Raises:
+        FedrotError: ``text_config`` is missing, as in the folder of an encoder; or the
+            pooling is unknown.
+    """
+
+    model_type = POOLED_CLASSIFIER
+    sub_configs = {"text_config": AutoConfig}  # noqa: RUF012  # transformers' attribute
+    has_no_defaults_at_init = True
+
+    def __init__(
+        self, text_config: Any = None, pooling: str = "mean", **settings: Any
+    ) -> None:
+        if text_config is None:
+            raise FedrotError(
+                "This is not the configuration of a PooledClassifier: it has no "
+                "'text_config'. For the folder of an encoder, use "
+                "PooledClassifier.from_encoder."
+            )
+        if pooling not in POOLINGS:
+            raise FedrotError(
+                f"The pooling is {pooling!r:.60}; use one of {', '.join(POOLINGS)}."
+            )
+        if isinstance(text_config, Mapping):
+            text_config = AutoConfig.for_model(**text_config)
+        if text_config.is_encoder_decoder:
+            raise FedrotError(
+                f"A {text_config.model_type} has an encoder and a decoder; a "
+                "PooledClassifier needs one stack of layers. Give another model."
+            )
+        if hasattr(text_config, "use_cache"):
+            # Decoders would keep keys and values for a next token.
+            text_config.use_cache = False
+        padding = getattr(text_config, "pad_token_id", None)
+        super().__init__(**{"pad_token_id": padding, **settings})
+        # Not earlier: the base class would reset the encoder's attention.
+        self.text_config = text_config
+        self.pooling = pooling
+        attention = settings.get("attn_implementation")
+        if attention:
+            self._attn_implementation = attention
+
+
+class PooledClassifier(PreTrainedModel):
+    """A classifier that reads what its encoder was trained to give.
+
+    An encoder or decoder without its pooler, a pooling of its tokens, dropout, and a
+    linear ``classifier``. Features are not normalised. Importing the class registers
+    it: ``AutoModelForSequenceClassification`` and ``pipeline`` load saved folders.
+    Without the import they raise an error.
+
+    Args:
+        config: a ``PooledClassifierConfig``.
+        encoder: the transformers model that becomes a part of this one; None: a random
+            one.
+
+    Example: ``PooledClassifier.from_encoder("my-encoder", num_labels=6)``
+    """
+
+    config_class = PooledClassifierConfig
+    base_model_prefix = "encoder"
+    supports_gradient_checkpointing = True
+    #: transformers' Trainer: the loss takes no number of items.
+    accepts_loss_kwargs = False
+    # The encoder has its implementation of attention, which its configuration keeps.
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = (
+        _supports_attention_backend
+    ) = _supports_flash_attn_2 = True
+
+    def __init__(
+        self, config: PooledClassifierConfig, encoder: PreTrainedModel | None = None
+    ) -> None:
+        super().__init__(config)
+        inner = config.text_config
+        self.encoder: Any = encoder
+        if encoder is None:
+            self.encoder = AutoModel.from_config(inner)
+        if hasattr(self.encoder, "pooler"):
+            self.encoder.pooler = None
+        names = ("classifier_dropout", "seq_classif_dropout", "hidden_dropout_prob")
+        rates = (getattr(inner, name, None) for name in names)
+        self.dropout = nn.Dropout(next((p for p in rates if p is not None), 0.0))
+        # Only OPT has embeddings of another width than its layers.
+        width = getattr(inner, "word_embed_proj_dim", inner.hidden_size)
+        self.classifier = nn.Linear(width, config.num_labels or 0)
+        self.post_init()
+
+    @classmethod
+    def from_encoder(
+        cls, encoder: str | Path, pooling: str | None = None, **options: Any
+    ) -> PooledClassifier:
+        """Return a classifier on a saved encoder, with a random task head.
+
+        Args:
+            encoder: a folder or a name on the hub.
+            pooling: ``mean``, ``cls`` or ``last``. None: that of ``1_Pooling`` in a
+                folder of sentence-transformers; else the last token of decoders, and
+                the mean of other models' tokens.
+            options: ``num_labels``, ``id2label``, ``label2id`` and ``problem_type``;
+                all others are those of ``AutoModel.from_pretrained``, such as
+                ``dtype``.
+
+        Raises:
+            FedrotError: the folder's pooling is another one, or a tensor is missing.
+        """
+        labels = {key: options.pop(key) for key in _LABELS if key in options}
+        places = {key: options[key] for key in _PLACES if key in options}
+        if pooling is None:
+            pooling = saved_pooling(encoder, **places)
+        model, info = AutoModel.from_pretrained(
+            encoder,
+            output_loading_info=True,
+            **{"trust_remote_code": False, **options},
+        )
+        refuse_random(encoder, model, info["missing_keys"])
+        settings = model.config
+        if pooling is None:
+            masked = settings.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+            pooling = "mean" if masked else "last"
+        config = PooledClassifierConfig(settings, pooling, **labels)
+        classifier = cls(config, model)
+        classifier.classifier.to(model.device, model.dtype)
+        return classifier.eval()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        **inputs: Any,
+    ) -> SequenceClassifierOutput:
+        """Return ``logits`` ``[rows, labels]``, and with ``labels`` the ``loss``.
+
+        Texts may be padded at either end. ``token_type_ids`` are left out if the
+        encoder has no segments. ``inputs`` are those of the encoder.
+        """
+        inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
+        if getattr(self.config.text_config, "type_vocab_size", 0) > 1:
+            inputs["token_type_ids"] = token_type_ids
+        output = self.encoder(**{**inputs, "return_dict": True})
+        tokens = output.last_hidden_state
+        features = pooled(tokens, attention_mask, self.config.pooling)
+        logits = self.classifier(self.dropout(features))
+        loss = None
+        if labels is not None:
+            loss = ForSequenceClassificationLoss(labels, logits, self.config)
+        return SequenceClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=output.hidden_states,
+            attentions=output.attentions,
+        )
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the task head; the encoder draws its own weights."""
+        if module is self.classifier:
+            deviation = getattr(self.config.text_config, "initializer_range", 0.02)
+            nn.init.normal_(self.classifier.weight, std=deviation)
+            nn.init.zeros_(self.classifier.bias)
+
+
+def pooled(tokens: Tensor, mask: Tensor | None, pooling: str) -> Tensor:
+    """Return one vector a text, ``[rows, width]``, of ``tokens`` ``[rows, n, width]``.
+
+    ``mask`` ``[rows, n]`` is 0 for padding; None: there is none. The first and the last
+    token are those that are no padding.
+    """
+    rows, length = tokens.shape[:2]
+    places = torch.arange(1, length + 1, device=tokens.device)
+    if mask is None:
+        mask = torch.ones_like(places).expand(rows, length)
+    if pooling == "mean":
+        shares = mask.unsqueeze(-1).to(tokens)
+        return (tokens * shares).sum(1) / shares.sum(1).clamp_min(1)
+    if pooling == "cls":
+        places = places.flip(0)
+    chosen = (mask.long() * places).argmax(1)
+    return tokens[torch.arange(rows), chosen]
+
+
+def saved_pooling(encoder: str | Path, **places: Any) -> str | None:
+    """Return the pooling of a sentence-transformers model; None for other models.
+
+    Args:
+        encoder: a folder or a name on the hub.
+        places: ``revision`` and other options of ``from_pretrained``.
+
+    Raises:
+        FedrotError: a file is damaged, or the model is pooled in another way than by
+            mean, cls or last token.
+    """
+
+    def file(name: str) -> str | None:
+        return cached_file(
+            str(encoder), name, _raise_exceptions_for_missing_entries=False, **places
+        )
+
+    listed = file("modules.json")
+    if listed is None:
+        return None
+    modules: Any = json.loads(shallow(Path(listed).read_bytes()))
+    kinds = [entry["type"].rpartition(".")[2] for entry in modules]
+    settings = None
+    if kinds[:2] == ["Transformer", "Pooling"]:
+        settings = file(inner(f"{modules[1]['path']}/config.json", listed))
+    modes = _modes(read_json(Path(settings)) if settings else {})
+    if settings is None or len(modes) > 1 or modes[0] not in POOLINGS:
+        raise FedrotError(
+            f"'{encoder}' has the modules {', '.join(kinds)} and the pooling "
+            f"{' and '.join(modes)}; a classifier reads tokens that are pooled by "
+            "mean, cls or last token. Give such a model. Or copy the folder without "
+            "modules.json: it is then a transformers model like any other."
+        )
+    return modes[0]
+
+
+def _modes(pooling: Any) -> list[str]:
+    """Return the modes of a saved pooling, of old and new versions; by default mean."""
+    switched = [
+        key for key, on in pooling.items() if key.startswith("pooling_mode_") and on
+    ]
+    modes = pooling.get("pooling_mode", switched)
+    if not isinstance(modes, list):
+        modes = [modes]
+    return [_SAVED_NAMES.get(mode, str(mode)) for mode in modes] or ["mean"]
+
+
+def refuse_random(name: object, model: Any, missing: Collection[str]) -> None:
+    """Raise ``FedrotError`` if the files of a model lack a tensor of its body.
+
+    ``missing`` are names of tensors. The body has all but task head and pooler.
+    """
+    # A model saved for another task may have no pooler.
+    prefix = f"{model.base_model_prefix}."
+    if model.base_model is model:
+        prefix = ""
+    body = sorted(n for n in missing if n.startswith(prefix) and "pooler." not in n)
+    if body:
+        raise FedrotError(
+            f"'{name}' has no tensor '{body[0]}' ({len(body)} missing in all), which a "
+            f"{type(model).__name__} needs: it would be random. Save the whole model, "
+            "without wrappers, with save_pretrained."
+        )
+
+
+AutoConfig.register(POOLED_CLASSIFIER, PooledClassifierConfig)
+AutoModelForSequenceClassification.register(PooledClassifierConfig, PooledClassifier)
+# Pipelines read this table alone, and log an error about classes that it lacks.
+MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[POOLED_CLASSIFIER] = "PooledClassifier"

@@ -34,7 +34,7 @@ def main(grid: Grid, context: Context) -> None:
         model.config,
         fit_head=True,
         evaluate_metrics_aggr_fn=each_site,
-        reporting=Reporting(rows_path=Path(out) / "rows.jsonl") if out else None,
+        reporting=Reporting(rows=Path(out) / "rows.jsonl") if out else None,
     )
     rounds = int(config["num-server-rounds"])
     result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=rounds)

@@ -85,10 +85,20 @@ def test_a_temperature_is_explained(temperature, word):
 @pytest.mark.parametrize(
     ("loss", "change", "error", "words"),
     [
-        (-0.0, -0.0, 0.0, ("rows is 0. By", "is the same as before; ")),
-        (0.7, 1e-9, 1e-10, ("is the same as before; ",)),
-        (0.7, 0.02, 0.005, ("is higher than before by 0.02 ± 0.005 (standard error)",)),
-        (0.7, -0.02, 0.01, ("is lower than before by 0.02 ± 0.01", "within noise")),
+        (-0.0, -0.0, 0.0, ("rows is 0. By", "is the same as the old model's; ")),
+        (0.7, 1e-9, 1e-10, ("is the same as the old model's; ",)),
+        (
+            0.7,
+            0.02,
+            0.005,
+            ("is higher than the old model's by 0.02 ± 0.005 (standard error)",),
+        ),
+        (
+            0.7,
+            -0.02,
+            0.01,
+            ("is lower than the old model's by 0.02 ± 0.01", "within noise"),
+        ),
     ],
 )
 def test_numbers_of_the_choice_in_words(loss, change, error, words, caplog):
@@ -367,7 +377,10 @@ def test_a_head_that_cannot_be_fitted_stays_as_it_is(
         assert (found.fitted, found.temperature) == (False, 1)
         assert largest_difference(found.arrays, ArrayRecord(SINGLE.state())) == 0
         assert reason in found.reason
-        assert f"Task head: the task head is not fitted. {found.reason}" in warnings()
+        assert (
+            f"Task head: the task head is not fitted; the model is taken as it is. {found.reason}"
+            in warnings()
+        )
         assert found.metrics() == {
             "fedrot-head-fitted": 0,
             "fedrot-head-failed": 1,

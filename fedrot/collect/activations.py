@@ -264,7 +264,7 @@ def collect_activations(
     if not moments:
         raise FedrotError(
             "No activations were recorded: pass at least one batch and a torch model "
-            "of this family."
+            "of this family. An iterator that was read before has no batch."
         )
     matrices = {}
     for group, by_site in moments.items():

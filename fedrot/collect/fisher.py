@@ -101,7 +101,10 @@ def collect_fisher(
                         gradient = gradient.to(total)
                         total.addcmul_(gradient, gradient, value=share)
     if not rows:
-        raise FedrotError("No rows were given; pass at least one batch.")
+        raise FedrotError(
+            "No rows were given; pass at least one batch. An iterator that was read "
+            "before has none."
+        )
     for total in sums.values():
         total.div_(rows)
     return {FISHER: {name: sums[parameter] for name, parameter in trained.items()}}

@@ -159,7 +159,8 @@ def collect_gram(
     if not inputs.sums:
         raise FedrotError(
             "No inputs of linear layers were recorded: pass at least one batch and a "
-            "model with Linear or Conv1D layers."
+            "model with Linear or Conv1D layers. An iterator that was read before has "
+            "no batch."
         )
     averages = inputs.averages()
     collected: Collected = {}

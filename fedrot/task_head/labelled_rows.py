@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,8 +87,8 @@ def labelled_rows(
         )
 
 
-def as_batch(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a batch whose labels are a tensor, given a tensor, an array or a list.
+def as_batch(batch: Tensors) -> Tensors:
+    """Return a batch whose labels are a tensor; they may be an array or a list.
 
     Raises:
         FedrotError: the batch is no mapping, or its labels are no numbers.
@@ -104,7 +103,7 @@ def as_batch(batch: Mapping[str, Any]) -> Mapping[str, Any]:
         return (
             {**batch, "labels": torch.as_tensor(labels)} if "labels" in batch else batch
         )
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:
         raise FedrotError(
             f"The labels of a batch are {labels!r:.60}. Give a tensor, an array or a "
             "list of numbers, one row each."

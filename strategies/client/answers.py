@@ -61,7 +61,7 @@ class LabelledRows:
         build: returns a ``transformers`` classifier, or a PEFT model, of which the
             active adapter is used.
         training: returns the client's training rows: keyword arguments of forward, with
-            ``labels``.
+            ``labels`` (a tensor, an array or a list).
         held_out: returns rows that the client has not trained on, in the same form; the
             same rows in every call.
     """

@@ -31,9 +31,10 @@ from fedrot.task_head.choice import (
 )
 from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.names import task_head_names
+from fedrot.task_head.outputs import OUTPUT_KINDS
 from fedrot.task_head.sums import ClassSums
 from fedrot.task_head.totals import LONGEST, Groups, Totals, total_without
-from fedrot.task_head.votes import FEWEST, Votes, in_order
+from fedrot.task_head.votes import FEWEST, Votes, centre, in_order
 from fedrot.tensors import compute_dtype
 
 
@@ -94,9 +95,10 @@ class Exchange:
         first, *others = fitted.values()
         reference = reference_among(first)
         groups = next(iter(sums.values()))
-        # No group of clients decides alone.
-        units = [of_group.kind.units(of_group.counts) for of_group in groups.values()]
-        self._units = torch.stack(units).median(0).values
+        counts = torch.stack([of_group.counts for of_group in groups.values()])
+        # Of regressions the first count is that of all rows.
+        shares = centre(counts / counts[:, :1], counts[:, 0])
+        self._units = OUTPUT_KINDS[self._clients.problem_type].units(shares)
         without = dict[int, Candidate[Body]]()
         if not self._clients.trusted:
             without = self._without_each(reference, groups)

@@ -360,7 +360,8 @@ def notes_of(experiment: Row) -> Iterator[str]:
     """
     if experiment.get("model") and not experiment["lora"]:
         strategies = experiment["strategies"].values()
-        rate = max(own["learning_rate"] or experiment["lr"] for own in strategies)
+        rates = [table["learning_rate"] or experiment["lr"] for table in strategies]
+        rate = max(rates)
         if rate > USUAL_RATE:
             yield (
                 f"Learning rate {rate:g} is high for a pretrained model: where AdamW "

@@ -87,7 +87,7 @@ def labelled_rows(
         )
 
 
-def as_batch(batch: Tensors) -> Tensors:
+def as_batch(batch: object) -> Tensors:
     """Return a batch whose labels are a tensor; they may be an array or a list.
 
     Raises:

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from fedrot.task_head.losses import ONE, LossSums, smallest
 
-#: Rows of a client count at most as this multiple of the median client's. A client of
-#: four then has less than half of all rows, whatever it claims.
+#: Rows of a client's sums count at most as this multiple of the median client's. A
+#: client of four then has less than half of all rows, whatever it claims.
 MOST = 1.5
+
+#: The same of votes, from four clients on: no quarter of them has half of the weight.
+MOST_OF_VOTES = 1.0
 
 #: A client's difference of two losses counts up to the first loss of all clients and
 #: this, in nats.
@@ -24,6 +27,10 @@ SURE = 1.0
 
 #: One group is a quarter of the groups from so many on.
 FEWEST = 4
+
+#: A client's change is unusual if it differs from the centre by more than so many
+#: standard errors of one client.
+FAR = 3.0
 
 #: These groups stay if without them the mean of all clients rises, unless the centre
 #: falls by this share of the most that a client's change counts.
@@ -37,13 +44,13 @@ def in_order(answers: Mapping[int, LossSums]) -> dict[int, LossSums]:
     )
 
 
-def capped(rows: Sequence[float]) -> list[float]:
-    """Return numbers of rows, none above ``MOST`` times their median.
+def capped(rows: Sequence[float], multiple: float = MOST) -> list[float]:
+    """Return numbers of rows, none above a multiple of their median.
 
     >>> capped([100, 80, 120, 10**9])
     [100.0, 80.0, 120.0, 165.0]
     """
-    most = MOST * median(rows) if rows else 0.0
+    most = multiple * median(rows) if rows else 0.0
     return [float(min(count, most)) for count in rows]
 
 
@@ -85,13 +92,15 @@ class Votes:
 
     Attributes:
         rows: number of held-out rows, ``[clients]``.
-        weights: of the clients, float64 ``[clients]``, see ``capped``.
+        weights: of the clients, float64 ``[clients]``, see ``MOST_OF_VOTES``.
     """
 
     def __init__(self, answers: Sequence[LossSums], models: Sequence[Hashable]) -> None:
         counts = torch.stack([answer.counts for answer in answers])
         self.rows = counts[:, 0]
-        self.weights = torch.tensor(capped(self.rows.tolist()), dtype=torch.float64)
+        multiple = MOST_OF_VOTES if len(answers) >= FEWEST else MOST
+        weights = capped(self.rows.tolist(), multiple)
+        self.weights = torch.tensor(weights, dtype=torch.float64)
         self._old = models[0]
         self._places = {model: place for place, model in enumerate(models)}
         self._accuracy = counts[:, 1:] / counts[:, :1]
@@ -200,12 +209,27 @@ class Votes:
         means = self.means(model)[:, place]
         changes = self._clipped(means, before)
         squares = self._squares[:, self._places[model], place]
-        variance = self.centre((squares - (means - partner) ** 2).clamp(min=0))
+        variances = (squares - (means - partner) ** 2).clamp(min=0)
+        variance = self.centre(variances)
         rows = self.rows[changes.argsort(stable=True)]
         shares = _shares(changes, self.weights)
         error = (variance * (shares**2 / rows).sum()).sqrt()
-        mean = (changes * self.weights).sum() / self.weights.sum()
-        return Change(float(self.centre(changes)), float(mean), float(error))
+        middle = self.centre(changes)
+        quarter = len(changes) // FEWEST
+        distances = (changes - middle).abs()
+        excess = distances - FAR * (variance / self.weights).sqrt()
+        # As many as a quarter may be above the next one.
+        most = excess.topk(quarter + 1).values[-1].clamp(min=0)
+        usual = self.weights * (excess <= most)
+        noise = (variances / self.rows).sqrt()
+        sure = max(int((changes < -noise).sum()), int((changes > noise).sum()))
+        return Change(
+            float(middle),
+            float((changes * self.weights).sum() / self.weights.sum()),
+            float(error),
+            float((changes * usual).sum() / usual.sum()),
+            sure >= len(changes) - quarter,
+        )
 
 
 class Change(NamedTuple):
@@ -215,15 +239,25 @@ class Change(NamedTuple):
         centre: of the clients' changes.
         mean: of all clients.
         error: the centre's standard error.
+        usual: the mean without the unusual clients (``FAR``), at most a quarter.
+        agreed: whether all clients but at most a quarter gain, or all but at most a
+            quarter lose, each by more than its own standard error.
     """
 
     centre: float
     mean: float
     error: float
+    usual: float
+    agreed: bool
 
     @property
     def decisive(self) -> float:
-        """The centre beyond its standard error; else the mean, within the error."""
-        if abs(self.centre) > self.error:
+        """The centre beyond its standard error, or if clients agree; else ``usual``.
+
+        ``usual`` counts up to the error. If all but a quarter of the clients gain, each
+        beyond its standard error, the result is negative, whatever the others send:
+        they are among those that the centre leaves out.
+        """
+        if self.agreed or abs(self.centre) > self.error:
             return self.centre
-        return min(max(self.mean, -self.error), self.error)
+        return min(max(self.usual, -self.error), self.error)

@@ -29,9 +29,9 @@ def evaluate_at_clients(
     ``accuracy`` of a row, the best ``temperature`` of the logits, ``calibrated_loss``,
     the loss at this temperature, and the number of ``rows``. With fewer than four
     clients these are means over all rows. With more clients the smallest and largest
-    values are left out, and a client's rows count at most 1.5 times as much as the
-    median client's (``fedrot.task_head.votes``), so that a quarter of the clients
-    cannot turn a comparison.
+    values are left out, and a client's rows count at most as much as the median
+    client's (``fedrot.task_head.votes``), so that a quarter of the clients cannot turn
+    a comparison.
 
     The models of one round are compared on the same rows: only clients that answered
     about the first model are asked about the others, and the metrics of a later model

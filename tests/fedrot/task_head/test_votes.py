@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from fedrot.task_head.votes import (
     FEWEST,
     LEAST_RANGE,
     MOST,
+    MOST_OF_VOTES,
     Change,
     Votes,
     capped,
@@ -31,7 +32,8 @@ CLIENTS = st.lists(
 
 
 def weights_of(rows: Any) -> Tensor:
-    return torch.tensor(capped([*rows]), dtype=torch.float64)
+    multiple = MOST_OF_VOTES if len(rows) >= FEWEST else MOST
+    return torch.tensor(capped([*rows], multiple), dtype=torch.float64)
 
 
 def slow_centre(values: Any, weights: list[float]) -> float:
@@ -56,6 +58,7 @@ def test_the_centre_is_the_mean_of_what_is_left_in_the_middle(clients):
     of_clients = torch.tensor(values, dtype=torch.float64)
     found = float(centre(of_clients, weights))
     assert found == pytest.approx(slow_centre(values, shares.tolist()), abs=0.1)
+    assert weights.topk(len(rows) // 4).values.sum() < weights.sum() / 2
     if len(rows) < 4:
         assert found == pytest.approx(float(shares @ of_clients), abs=1e-9)
 
@@ -155,17 +158,65 @@ def test_at_most_a_quarter_of_the_groups_is_left_out(groups, most):
     assert most == groups // FEWEST
 
 
+#: Rows, gains, and standard errors as shares of the gains.
+GAINS = st.lists(
+    st.tuples(st.integers(1, 1000), st.floats(0.01, 0.9), st.floats(0, 0.99)),
+    min_size=3,
+    max_size=12,
+)
+#: Rows, losses of the old and of the new model, and deviations of rows.
+LOSSES = st.tuples(st.integers(1, 10**12), *[st.floats(0, 1e6)] * 3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(gains=GAINS, lies=st.lists(LOSSES, min_size=4, max_size=4))
+@example([(99, 0.3, 0.97)] * 2 + [(99, 0.01, 0.5)], [(99, 1.0, 1.7, 1e3)])
+@example([(99, 0.1, 0.9)] * 6, [(10**12, 0.0, 1e6, 0.0)] * 2)
+def test_nobody_stops_a_gain_of_three_quarters(gains, lies):
+    """The guarantee of docs/how-to/different-labels.md: each of three quarters gains
+    beyond its standard error.
+    """
+    answers = [
+        answer(1.0, 1.0 - gain, rows=rows, deviation=share * gain * rows**0.5)
+        for rows, gain, share in gains
+    ]
+    answers += [
+        answer(old, new, rows=rows, deviation=deviation)
+        for rows, old, new, deviation in lies[: len(gains) // 3]
+    ]
+    assert Votes(answers, ["old", "new"]).from_old("new").decisive < 0
+
+
 @pytest.mark.parametrize(
-    ("centre", "mean", "error", "decisive"),
+    ("most", "others", "gains"),
     [
-        (-0.3, 0.5, 0.2, -0.3),
-        (-0.1, 0.05, 0.2, 0.05),
-        (-0.1, 0.5, 0.2, 0.2),
-        (0.1, -0.5, 0.2, -0.2),
-        (0.2, -0.1, 0.2, -0.1),
+        pytest.param([-0.02] * 6, [2.0] * 2, True, id="a quarter far above"),
+        pytest.param([0.02] * 6, [-2.0] * 2, False, id="a quarter far below"),
+        pytest.param([-0.05] * 8, [0.35] * 4, False, id="more than a quarter"),
+        pytest.param([-0.02] * 6, [0.25] * 2, False, id="not far"),
+        pytest.param([-0.02] * 6, [0.05] * 2, True, id="the mean falls"),
     ],
 )
-def test_within_its_error_the_centre_gives_way_to_the_mean(
-    centre, mean, error, decisive
+def test_within_noise_a_quarter_of_unusual_clients_does_not_count(most, others, gains):
+    """A client's standard error is 0.1, and the centre's at most 0.05."""
+    answers = [answer(1.0, 1.0 + change, deviation=1.0) for change in most + others]
+    change = Votes(answers, ["old", "new"]).from_old("new")
+    assert abs(change.decisive) <= change.error
+    assert (change.decisive < 0) is gains
+
+
+@pytest.mark.parametrize(
+    ("centre", "usual", "error", "agreed", "decisive"),
+    [
+        (-0.3, 0.5, 0.2, False, -0.3),
+        (-0.1, 0.05, 0.2, False, 0.05),
+        (-0.1, 0.05, 0.2, True, -0.1),
+        (-0.1, 0.5, 0.2, False, 0.2),
+        (0.1, -0.5, 0.2, False, -0.2),
+        (0.2, -0.1, 0.2, False, -0.1),
+    ],
+)
+def test_within_its_error_the_centre_gives_way_to_the_mean_of_usual_clients(
+    centre, usual, error, agreed, decisive
 ):
-    assert Change(centre, mean, error).decisive == decisive
+    assert Change(centre, 9.0, error, usual, agreed).decisive == decisive

@@ -54,7 +54,7 @@ def answers(rows: int, losses: Sequence[float], right: Sequence[float]) -> Clien
 
 def slow_centre(values: Sequence[float], rows: Sequence[int]) -> float:
     """Return the weighted mean without a quarter of the clients' weight at each end."""
-    weights = np.minimum(rows, 1.5 * median(rows))
+    weights = np.minimum(rows, median(rows))
     quarter = min(sum(sorted(weights)[-(len(rows) // 4) :]), weights.sum() / 2)
     order = np.argsort(values)
     ends = np.cumsum(weights[order])
@@ -96,7 +96,7 @@ def test_metrics_are_centres_and_centres_of_changes(seed, count):
             assert metrics[name] == pytest.approx(expected(figures, values, place))
         rows = [row for row, *_ in figures]
         assert metrics["rows"] == pytest.approx(
-            sum(min(row, 1.5 * median(rows)) for row in rows)
+            sum(min(row, median(rows)) for row in rows)
         )
 
 

@@ -53,8 +53,8 @@ class PooledClassifierConfig(PretrainedConfig):
         settings: as in every configuration, such as ``num_labels``.
 
     Raises:
-        FedrotError: ``text_config`` is missing, as in the folder of an encoder; or the
-            pooling is unknown.
+        FedrotError: ``text_config`` is missing, as in the folder of an encoder; the
+            pooling is unknown; or the model has both encoder and decoder.
     """
 
     model_type = POOLED_CLASSIFIER

@@ -17,6 +17,7 @@ from flwr.clientapp import ClientApp
 from peft import LoraConfig
 from transformers import (
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
 )
@@ -41,7 +42,12 @@ _CODE = re.compile(
     r"^(?:```python|<!-- setup)\n(.*?)^(?:```|-->)$", flags=re.DOTALL | re.MULTILINE
 )
 #: Pages with tests of their own below.
-_TESTED = {"how-to/own-model.md", "how-to/statistics.md", "symptoms.md"}
+_TESTED = {
+    "how-to/own-model.md",
+    "how-to/serve.md",
+    "how-to/statistics.md",
+    "symptoms.md",
+}
 #: What pages print.
 _PRINTED = {
     "explanation/stream.md": r"canonical=False: [3-9]\d\.\d% of the distance left\n"
@@ -217,6 +223,24 @@ def test_the_page_about_aggregations_runs(monkeypatch):
     torch.testing.assert_close(merged[0], scope["aggregator"].mean.result()[name][0])
     first = 2 * scope["aggregator"].mean.result()[name] - last
     torch.testing.assert_close(merged[2], (2 * first[2] + last[2]) / 3)
+
+
+def test_the_page_about_serving_gives_one_answer_in_every_form(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope = _executed("how-to/serve.md", 12)
+    scores = scope["logits"].softmax(-1).tolist()
+    for answer, row in zip(scope["answers"], scores, strict=True):
+        served = {entry["label"]: entry["score"] for entry in answer}
+        expected = {name: row[number] for number, name in scope["names"].items()}
+        assert served == pytest.approx(expected, abs=1e-5)
+    batch = AutoTokenizer.from_pretrained("served")(
+        scope["texts"], padding=True, return_tensors="pt"
+    )
+    merged = AutoModelForSequenceClassification.from_pretrained("merged")
+    with torch.no_grad():
+        found = merged(**batch).logits
+        expected = scope["adapted"].eval()(**batch).logits
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_app_of_the_page_about_statistics_runs(

@@ -53,7 +53,7 @@ def test_a_sentence_transformers_model_is_read_by_its_pooling(tmp_path):
         "classifier.weight"
     ]
     batches = list(training.step_batches(task, model, np.arange(70), 70, 16, 0))
-    sums = [collect_classes(model, own, "classifier") for own in batches]
+    sums = [collect_classes(model, [own], "classifier") for own in batches]
     weight, bias = fitted_task_head(sum(sums[1:], sums[0]))
     before = training.evaluate(model, task, task.train, np.arange(70))
     model.load_state_dict(with_task_head(state, "classifier", weight, bias))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from fedrot.simulations.federation.cells import CellRun, strategy_of
 from fedrot.simulations.models import build_model, model_config, tensors_of
 from fedrot.simulations.run_folder import Cell, Row
 from fedrot.simulations.strategy import NAMED, Strategy
-from fedrot.simulations.summary import span
+from fedrot.simulations.summary import notes_of, span
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.simulations.tasks.training import Task, task_of
@@ -30,15 +31,21 @@ from fedrot.strategies.fitting.result import FEW
 from fedrot.symmetry import symmetry_of
 from fedrot.task_head.names import task_head_of
 
+#: Steps of training that are timed.
+TIMED = 4
+#: A run takes between these multiples of the time that is expected.
+RANGE = (0.8, 1.4)
+
 
 @dataclass(frozen=True)
 class Checked:
     """An experiment that can be run, and what is known before it is.
 
     Attributes:
-        described: its fields; ``label_names``; ``sites``, names or numbers of clients;
-            by ``seeds``, the rows of each client and class; and ``strategies`` by name,
-            with their ``code`` and a sentence, ``says``.
+        described: its fields; ``label_names``; ``scored``, a sentence if classes have
+            no test row; ``sites``, names or numbers of clients; by ``seeds``, the rows
+            of each client and class; and ``strategies`` by name, with their ``code``
+            and a sentence, ``says``.
         sentences: about the data.
         test_rows: number of test rows.
         seconds: processor time of a row of training.
@@ -93,10 +100,15 @@ def checked(experiment: Experiment) -> Checked:
     seed = experiment.seeds[0]
     sizes = [sum(counts) for counts in seeds[str(seed)]]
     sites = [task.site(seed, client) for client in range(experiment.clients)]
+    labels = task.data.test.labels
+    tested = np.nonzero(labels > 0)[1] if labels.ndim > 1 else labels
+    known = len(np.unique(tested))
+    classes = len(task.data.label_names)
     described = {
         **experiment.model_dump(mode="json"),
         "label_names": [*names],
         "sites": sites,
+        "scored": f"Scores know {known} of {classes} classes." * (known < classes),
         "seeds": seeds,
         "strategies": strategies,
     }
@@ -107,6 +119,7 @@ def checked(experiment: Experiment) -> Checked:
             task.data.remarks,
             *_remarks(task, names, dict(zip(sites, sizes, strict=True))),
             getattr(model, "remark", ""),
+            *(f"{note}." for note in notes_of(described)),
         ],
         test_rows=len(task.test),
         seconds=_timed(task, model),
@@ -115,14 +128,15 @@ def checked(experiment: Experiment) -> Checked:
 
 
 def _timed(task: Task, model: Any) -> float:
-    """Return the processor time of a row in a step of training."""
+    """Return the processor time of a row in ``TIMED`` steps of training."""
     torch.set_num_threads(1)
+    size = task.experiment.batch_size
     rows = task.objective.usable(task.train, np.arange(len(task.train)))
-    rows = rows[: task.experiment.batch_size]
-    for _ in range(2):  # the first step allocates memory
+    # As in training, of several batches each has rows of similar lengths.
+    for timed in (rows[:size], rows[: TIMED * size]):  # the first step allocates memory
         start = process_time()
-        training.train(model, task, rows, seed=0, epochs=1.0)
-    return (process_time() - start) / len(rows)
+        training.train(model, task, timed, seed=0, epochs=1.0)
+    return (process_time() - start) / len(timed)
 
 
 def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
@@ -240,7 +254,11 @@ def estimate(
     known: Mapping[str, Checked],
     machine: Machine,
 ) -> str:
-    """Return a sentence about the time and memory of a run."""
+    """Return a sentence about the time and memory of a run.
+
+    Each new process imports modules and reads data, as this one has done. Processes
+    that are more than the cores, with what runs there already, take turns.
+    """
     seconds = 0.0
     models = 0
     for cell in cells:
@@ -252,17 +270,29 @@ def estimate(
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     jobs = len({cell.trains_first for cell in cells})
     places = machine.places(jobs)
+    starts = process_time() if places > 1 else 0.0
+    load = max(1.0, (os.getloadavg()[0] + places) / (os.cpu_count() or 1))
     noun = "processes" if places > 1 else "process"
     where = f"in {places} {noun}"
     if machine.ray:
         places = 1
         where = f"of one core, {jobs} jobs"
-    turns = ceil(jobs / places)  # a job is not divided
-    time = in_words(seconds / jobs * turns)
+    seconds = (seconds * longer(jobs, places) / places + starts) * load
     return (
-        f"This takes about {time} {where} with {(used + models) / 1e9:.1f} GB each "
-        "(from one timed step)."
+        f"This takes about {range_in_words(seconds)} {where} with "
+        f"{(used + models) / 1e9:.1f} GB each (from timed steps, starts of processes "
+        "and the load of the cores)."
     )
+
+
+def longer(jobs: int, places: int) -> float:
+    """Return how many times longer a run is because no job is divided."""
+    return ceil(jobs / places) * places / jobs
+
+
+def range_in_words(seconds: float) -> str:
+    """Return the range of an expected duration as ``3 min to 6 min``."""
+    return span([factor * seconds for factor in RANGE], in_words)
 
 
 def in_words(seconds: float) -> str:

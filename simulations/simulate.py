@@ -28,7 +28,8 @@ from fedrot.simulations.checks import (
     checked,
     costs_of,
     estimate,
-    in_words,
+    longer,
+    range_in_words,
     with_clients,
 )
 from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
@@ -232,6 +233,8 @@ class _Run:
         if isinstance(message, CellProgress):
             self._of_job[job] = message
         elif isinstance(message, CellResult):
+            # Until the job tells of its next cell, it has done nothing of it.
+            self._of_job[job] = CellProgress("", 0.0)
             self._finish_cell(message)
         else:
             self._end(job, message)
@@ -298,7 +301,8 @@ class _Run:
         self.console.print(
             f"[{number} of {self._count}] {cell.title}: {text}", highlight=False
         )
-        self._printed = perf_counter()
+        if number > 1:  # A line about the time left follows the first one.
+            self._printed = perf_counter()
 
     def _show(self) -> None:
         """Show the progress: on a terminal a bar, else a line after a silence."""
@@ -306,12 +310,13 @@ class _Run:
         running = self._of_job.values()
         left = self._cost_of(self._untried.values())
         done = max(self._cost - left + sum(progress.done for progress in running), 0.0)
-        texts = [progress.text for progress in running]
+        texts = [progress.text for progress in running if progress.text]
         if not done:
             self._start = now  # Processes start before anything is done.
-        elif now - self._start > 5:
+        elif left and now - self._start > 5:
             seconds = (now - self._start) * (self._cost / done - 1)
-            texts.insert(0, f"about {in_words(seconds)} left")
+            seconds *= longer(len(self._jobs()), len(running) or 1)
+            texts.insert(0, f"about {range_in_words(seconds)} left")
         text = "; ".join(texts)
         self.progress.update(self._bar, completed=done, description=text)
         if not self.console.is_terminal and now - self._printed > SILENCE:

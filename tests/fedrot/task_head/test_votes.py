@@ -51,6 +51,7 @@ def slow_centre(values: Any, weights: list[float]) -> float:
 
 @settings(max_examples=200, deadline=None)
 @given(clients=CLIENTS)
+@example([(1, 0.0)] * 5 + [(100, 0.0)] * 4 + [(1000, 0.0)] * 3)
 def test_the_centre_is_the_mean_of_what_is_left_in_the_middle(clients):
     rows, values = zip(*clients, strict=True)
     weights = weights_of(rows)
@@ -191,7 +192,7 @@ def test_nobody_stops_a_gain_of_three_quarters(gains, lies):
     ("most", "others", "gains"),
     [
         pytest.param([-0.02] * 6, [2.0] * 2, True, id="a quarter far above"),
-        pytest.param([0.02] * 6, [-2.0] * 2, False, id="a quarter far below"),
+        pytest.param([0.02] * 6, [-0.9] * 2, False, id="a quarter far below"),
         pytest.param([-0.05] * 8, [0.35] * 4, False, id="more than a quarter"),
         pytest.param([-0.02] * 6, [0.25] * 2, False, id="not far"),
         pytest.param([-0.02] * 6, [0.05] * 2, True, id="the mean falls"),

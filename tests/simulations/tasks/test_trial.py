@@ -111,12 +111,7 @@ T5 = transformers.T5Config(
 MODELS = {
     "few embeddings": (WORDS[0], BARE, "bert", "a trial step on training rows failed"),
     "few embeddings for masks": (WORDS[1], BARE, "mlm bert", ""),
-    "three labels": (
-        labelled(3),
-        CLASSIFIER,
-        "bert",
-        "as many classes as the data have",
-    ),
+    "three labels": (labelled(3), CLASSIFIER, "bert", ""),
     "no head": (labelled(7), BARE, "bert", ""),
     "five tags": (labelled(5), TAGGER, "ner bert", ""),
     "encoder": (LEARNED["bert"], BARE, "clm gpt2", "is an encoder"),

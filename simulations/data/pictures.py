@@ -146,7 +146,7 @@ def _pixels(data: DataSet, split: Split, low: float, high: float) -> ndarray:
     images = []
     for image in split.inputs:
         shown = _scaled(image, low, high).convert(mode)
-        images.append(shown.resize(size, BILINEAR))
+        images.append(np.asarray(shown.resize(size, BILINEAR)))
     return np.stack(images).reshape(-1, *size, data.channels)
 
 

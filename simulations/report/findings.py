@@ -109,7 +109,7 @@ def _unfitted(verdict: Verdict) -> Iterator[str]:
 def _noise(verdict: Verdict) -> Iterator[str]:
     """Yield how far the headline metric has to differ to be beyond noise."""
     metric = verdict.judged[0]
-    models = [verdict.recommended]
+    models: Sequence[Standing] = [verdict.recommended]
     # The reference has no interval of its own: the others show the noise.
     if verdict.recommended is verdict.reference:
         models = verdict.models

@@ -150,7 +150,8 @@ def model_inputs(model: Module, batch: Batch) -> Batch:
     DistilBERT, RoBERTa and decoders have none.
     """
     inputs = dict(batch)
-    settings = model.config.get_text_config()
+    config: Any = model.config
+    settings = config.get_text_config()
     if getattr(settings, "type_vocab_size", 0) < 2:
         inputs.pop("token_type_ids", None)
     return inputs

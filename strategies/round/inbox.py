@@ -331,9 +331,8 @@ def read_weight(content: RecordDict, weighted_by_key: str, zero: bool = False) -
             "one as weight of the clients: weighted_by_key=..."
         )
     weight = metrics.get(weighted_by_key)
-    is_number = isinstance(weight, (int, float))
     smallest = 0.0 if zero and weight == 0 else SMALLEST_WEIGHT
-    if not is_number or not smallest <= weight <= LARGEST_WEIGHT:
+    if not isinstance(weight, int | float) or not smallest <= weight <= LARGEST_WEIGHT:
         allowed = f"{SMALLEST_WEIGHT:g} to {LARGEST_WEIGHT:g}"
         without = "; without examples, send 0" if zero else ""
         raise UpdateError(

@@ -20,7 +20,7 @@ from fedrot.simulations.data.read import listed
 from fedrot.simulations.engine import Machine
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.cells import CellRun, strategy_of
-from fedrot.simulations.models import build_model, model_config, tensors_of
+from fedrot.simulations.models import build_model, tensors_of
 from fedrot.simulations.run_folder import Cell, Row
 from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.simulations.summary import notes_of, span
@@ -66,8 +66,7 @@ def with_clients(experiment: Experiment) -> Experiment:
     """
     if experiment.clients:
         return experiment
-    task = task_of(experiment.to_json())
-    count = len(task.clients(experiment.seeds[0]))
+    count = len(task_of(experiment.to_json()).clients(experiment.seeds[0]))
     # Strategies that choose among clients are checked again.
     return Experiment.model_validate({**experiment.model_dump(), "clients": count})
 
@@ -85,7 +84,7 @@ def checked(experiment: Experiment) -> Checked:
     model = build_model(experiment, task.data, seed=0)
     training.check_model(task, model)
     if experiment.start == "scrambled":
-        symmetry_of(model_config(experiment, task.data), model.state_dict())
+        symmetry_of(model.config, model.state_dict())
     strategies = {}
     for strategy in experiment.strategies:
         try:
@@ -161,8 +160,8 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
         built = strategy_of(CellRun(experiment, 0, strategy), model)
         options = getattr(built, "alignment", None)  # adapters have none
         if options is not None:
-            config = model_config(experiment, task.data)
-            options.layer_indices(symmetry_of(config, model.state_dict()).layers)
+            symmetry = symmetry_of(model.config, model.state_dict())
+            options.layer_indices(symmetry.layers)
 
 
 def _remarks(

@@ -18,7 +18,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.scenario import Scenario, Settings, data_names, names_in
@@ -66,19 +65,6 @@ class Experiment(Scenario):
     lr: PositiveFloat = Field(1e-3, description="AdamW's learning rate.")
     weight_decay: NonNegativeFloat = Field(0.01, description="AdamW's weight decay.")
 
-    @field_validator("task", mode="before")
-    @classmethod
-    def _registered(cls, value: Any) -> Any:
-        names = [*TASKS]
-        if value not in names:
-            *others, last = map(repr, names)
-            raise PydanticCustomError(
-                "literal_error",
-                "Input should be {expected}",
-                {"expected": f"{', '.join(others)} or {last}"},
-            )
-        return value
-
     @field_validator("seeds", mode="before")
     @classmethod
     def _counted(cls, value: Any) -> Any:
@@ -101,13 +87,13 @@ class Experiment(Scenario):
         fields = {**usual, **values}
         # A list has no hash, but can be compared.
         if fields["task"] not in [*TASKS]:
-            return values
+            *others, last = map(repr, TASKS)
+            raise ValueError(f"task: Input should be {', '.join(others)} or {last}")
         task = TASKS[fields["task"]]
         usual["architecture"] = "" if fields["model"] else task.architectures[0]
         fields["data"] = fields["data"] or task.usual_data
         fields["architecture"] = fields["architecture"] or usual["architecture"]
-        by_column = str(fields["partition"]).strip().startswith("column:")
-        if not by_column:
+        if not str(fields["partition"]).strip().startswith("column:"):
             fields["clients"] = fields["clients"] or CLIENTS
         parts = [fields["data"], fields["partition"]]
         for name in ("task", "architecture"):

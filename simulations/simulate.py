@@ -18,6 +18,7 @@ from math import nan
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -93,11 +94,11 @@ def simulate(
     # Experiments on the same data have the same sentences.
     for sentence in dict.fromkeys(sentences):
         if sentence:
-            console.print(sentence, highlight=False)
+            console.print(sentence)
     cells = cells_of(experiments)
     costs = costs_of(cells, known)
     if dry_run:
-        console.print(estimate(cells, costs, known, machine), highlight=False)
+        console.print(estimate(cells, costs, known, machine))
         console.print("Dry run: nothing was run or written.")
         return
     with only_writer(out):
@@ -111,7 +112,7 @@ def simulate(
         if finished:
             console.print(f"{finished} of {len(cells)} results are there already.")
         if missing:
-            console.print(estimate(missing, costs, known, machine), highlight=False)
+            console.print(estimate(missing, costs, known, machine))
         run = _Run(folder, missing, costs, console)
         try:
             with run.progress:
@@ -150,12 +151,12 @@ def _save_recommended(
             f"The recommended strategy in '{out}' is {name}, of an earlier command. "
             "Name it in --strategies to save its model."
         )
-    console.print(f"Runs again for its model: {cell.title}", highlight=False)
+    console.print(f"Runs again for its model: {cell.title}")
     messages: list[Any] = []
     run_job([cell], [nan], out / TRAININGS, messages.append, save=save)
     if messages[-1].failure:
         raise RuntimeError(f"{cell.title}: {messages[-1].failure}")
-    console.print(f"Model: {save}", highlight=False)
+    console.print(f"Model: {save}")
 
 
 @dataclass(frozen=True)
@@ -263,8 +264,7 @@ class _Run:
                 continue
             # The headline metric comes first.
             if not texts or row["metric"] in ("macro_f1", "loss"):
-                value = nan if row["value"] is None else row["value"]
-                texts.append(f"{row['metric']} {value:z.3f}")
+                texts.append(f"{row['metric']} {row['value']:z.3f}")
         if any(row["metric"] == HEAD_FAILED and row["value"] for row in result.rows):
             texts.append("task head not fitted, the cell's log says why")
         self._print(cell, ", ".join(texts))
@@ -278,16 +278,11 @@ class _Run:
         for cell in self._untried.values():
             groups[cell.trains_first].append(cell)
         scratch = self.folder.path.absolute() / TRAININGS
+        work = partial(run_job, grid=grid)
         jobs = []
         for cells in sorted(groups.values(), key=self._cost_of, reverse=True):
             costs = [self._costs[cell.name] for cell in cells]
-            jobs.append(
-                Job(
-                    cells[0].name,
-                    partial(run_job, grid=grid),
-                    (cells, costs, scratch),
-                )
-            )
+            jobs.append(Job(cells[0].name, work, (cells, costs, scratch)))
         return jobs
 
     def _fail(self, cell: Cell, failure: str) -> None:
@@ -355,7 +350,7 @@ def run_job(
         temporary as scratch,
         # Clients keep models for the next request here, and not among the user's
         # caches.
-        _variable("XDG_CACHE_HOME", scratch),
+        patch.dict(os.environ, XDG_CACHE_HOME=scratch),
         ExitStack() as stack,
     ):
         if grid is None:
@@ -374,19 +369,6 @@ def run_job(
             log.seek(0)
             log.truncate()
             gc.collect()  # A strategy refers to itself, and holds models and updates.
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable inside of the context."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
 
 
 @contextmanager
@@ -413,16 +395,9 @@ def _counting(tell: Tell, cell: Cell, cost: float) -> Iterator[None]:
 @contextmanager
 def _logged() -> Iterator[io.StringIO]:
     """Collect Flower's log inside of the context."""
-    logger = logging.getLogger("flwr")
-    before = logger.handlers
-    propagates = logger.propagate
     log = io.StringIO()
     handler = logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger.handlers = [handler]
-    logger.propagate = False
-    try:
+    logger = logging.getLogger("flwr")
+    with patch.multiple(logger, handlers=[handler], propagate=False):
         yield log
-    finally:
-        logger.handlers = before
-        logger.propagate = propagates

@@ -92,13 +92,7 @@ class Strategy(BaseModel):
     @property
     def entry(self) -> AggregationEntry | None:
         """The registered aggregation, None if there is none of this name."""
-        from fedrot.aggregation import aggregations
-
-        name = self.aggregation_arguments.get("name")
-        for entry in aggregations({"symmetry"}):
-            if entry.name == name:
-                return entry
-        return None
+        return _aggregations().get(self.aggregation_arguments.get("name"))
 
     @property
     def options_of_alignment(self) -> AlignmentOptions | None:
@@ -116,16 +110,15 @@ class Strategy(BaseModel):
         Arguments of ``FedRot`` are checked by ``FedRot``, which is built before
         anything is run.
         """
-        from fedrot.aggregation import aggregations
         from fedrot.simulations.environment import load_plugins
 
         load_plugins()
         if self.kind not in KINDS:
             raise ValueError(f"unknown kind '{self.kind}'; one of {', '.join(KINDS)}")
         if self.entry is None:
-            known = ", ".join(entry.name for entry in aggregations({"symmetry"}))
             raise ValueError(
-                f"unknown aggregation {self.aggregation!r}; its name is one of {known}"
+                f"unknown aggregation {self.aggregation!r}; its name is one of "
+                f"{', '.join(_aggregations())}"
             )
         if self.batches and not self.entry.needs:
             raise ValueError(
@@ -205,6 +198,13 @@ class Strategy(BaseModel):
         if self.server:
             arguments.append(f"server={_call('Server', self.server)}")
         return arguments
+
+
+def _aggregations() -> Mapping[Any, AggregationEntry]:
+    """Return the registered aggregations by name."""
+    from fedrot.aggregation import aggregations
+
+    return {entry.name: entry for entry in aggregations({"symmetry"})}
 
 
 def _call(name: str, options: object, *first: str) -> str:

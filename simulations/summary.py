@@ -75,18 +75,19 @@ def paired_difference(
     n = len(differences)
     if not np.isfinite(differences).all():
         return Paired(nan, nan, n, "not finite")
-    if not n:
-        return Paired(nan, nan, n, "no interval")
-    mean = float(np.mean(differences))
-    if max(map(abs, differences)) <= ROUNDING:
-        return Paired(mean, nan, n, "same")
+    mean = float(np.mean(differences)) if n else nan
     error = float(stats.sem(differences)) if n > 1 else 0.0
-    if error <= ROUNDING * abs(mean):
-        return Paired(mean, nan, n, "no interval")
-    half = float(stats.t.ppf(0.975, n - 1)) * error
-    if abs(mean) <= half:
-        return Paired(mean, half, n, "within noise")
-    return Paired(mean, half, n, "better" if (mean < 0) == lower_is_better else "worse")
+    half = nan
+    verdict = "better" if (mean < 0) == lower_is_better else "worse"
+    if n and max(map(abs, differences)) <= ROUNDING:
+        verdict = "same"
+    elif not error > ROUNDING * abs(mean):
+        verdict = "no interval"
+    else:
+        half = float(stats.t.ppf(0.975, n - 1)) * error
+        if abs(mean) <= half:
+            verdict = "within noise"
+    return Paired(mean, half, n, verdict)
 
 
 def span(values: Collection[Any], as_text: Callable[[Any], str] = str) -> str:
@@ -149,6 +150,15 @@ class Standing:
         if verdicts == {"same"}:
             return "same"
         return "undecided"
+
+    @property
+    def clear(self) -> list[str]:
+        """The judged metrics that differ from the reference's beyond noise."""
+        return [
+            metric
+            for metric, pair in self.against.items()
+            if pair.verdict in ("better", "worse")
+        ]
 
     def difference(self, other: Standing, metric: str) -> Paired:
         """Return the difference from another strategy in a metric."""

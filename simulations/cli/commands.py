@@ -31,8 +31,8 @@ class _Console(Console):
 
 
 #: Console without markup, because names, paths and extras may contain brackets and
-#: colons.
-console = _Console(markup=False, emoji=False)
+#: colons, and without highlighted numbers and paths.
+console = _Console(markup=False, emoji=False, highlight=False)
 
 #: First words of a command line.
 PROGRAM = ["fedrot"]
@@ -55,7 +55,7 @@ app = Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        say(f"fedrot {fedrot.__version__}")
+        console.print(f"fedrot {fedrot.__version__}")
         raise Exit
 
 
@@ -94,13 +94,11 @@ class _Command(TyperCommand):
                 raise
             reason = f"This command needs {name}. {INSTALL}" if name else error
             complain_in_red(f"Error: {reason}")
-            raise Exit(BAD_INPUT) from None
         except ValidationError as error:
             for detail in error.errors():
                 where = ".".join(map(str, detail["loc"])) or "the settings"
                 reason = detail["msg"].removeprefix("Value error, ")
                 complain_in_red(f"Error in {where}: {reason}")
-            raise Exit(BAD_INPUT) from None
         except RuntimeError as error:
             complain_in_red(f"Error: {error}")
             raise Exit(FAILED) from None
@@ -109,7 +107,7 @@ class _Command(TyperCommand):
             if isinstance(error, OSError) and error.filename is not None:
                 reason = f"'{error.filename}': {error.strerror}."
             complain_in_red(f"Error: {reason}")
-            raise Exit(BAD_INPUT) from None
+        raise Exit(BAD_INPUT)
 
 
 def command(app: Typer, *lines: str) -> Callable[[Function], Function]:
@@ -120,13 +118,8 @@ def command(app: Typer, *lines: str) -> Callable[[Function], Function]:
     return app.command(cls=_Command, epilog="\n\n".join(("Examples:", *lines)))
 
 
-def say(message: str) -> None:
-    """Print a sentence without highlighting numbers and paths."""
-    console.print(message, highlight=False)
-
-
 def complain_in_red(message: str) -> None:
-    console.print(message, style="red", highlight=False)
+    console.print(message, style="red")
 
 
 def refuse_taken(folder: Path | None, option: str) -> None:

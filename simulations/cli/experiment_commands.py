@@ -19,7 +19,6 @@ from fedrot.simulations.cli.commands import (
     command_line,
     console,
     refuse_taken,
-    say,
 )
 from fedrot.simulations.experiment import Experiment, read_experiments
 
@@ -146,7 +145,7 @@ def flower_app(folder: Annotated[Path, Argument(hidden=True)]) -> None:
     with replacing(folder) as temporary:
         temporary.mkdir()
         (temporary / "pyproject.toml").write_bytes(source.read_bytes())
-    say(f"Flower app: {folder}")
+    console.print(f"Flower app: {folder}")
 
 
 @command(
@@ -167,8 +166,8 @@ def report(
     from fedrot.simulations.report.pages import present, write_strategy_report
 
     if verify is not None:
-        say(verified(run_or_file, verify))
+        console.print(verified(run_or_file, verify))
     elif run_or_file.is_file():
-        say(f"Report: {write_strategy_report(run_or_file)}")
+        console.print(f"Report: {write_strategy_report(run_or_file)}")
     else:
         present(run_or_file, console)

@@ -17,7 +17,6 @@ from fedrot.simulations.cli.commands import (
     complain_in_red,
     console,
     refuse_taken,
-    say,
 )
 
 
@@ -81,8 +80,10 @@ def merge(
                 fit_head,
             )
     for sentence in sentences:
-        say(sentence)
-    say(f"Written: {out}" if out else "Nothing was written; --out writes the average.")
+        console.print(sentence)
+    console.print(
+        f"Written: {out}" if out else "Nothing was written; --out writes the average."
+    )
 
 
 def _weights(text: str | None, count: int) -> list[float]:
@@ -145,7 +146,7 @@ def check(
             except SymmetryError as error:
                 complain_in_red(str(error))
                 raise Exit(FAILED) from None
-    say(
+    console.print(
         f"The function is preserved: outputs change by at most {change:.1e} of their "
         "size."
     )

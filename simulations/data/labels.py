@@ -163,10 +163,8 @@ def _as_booleans(column: ChunkedArray) -> bool:
     """Return whether all values can be read as true or false."""
     if types.is_nested(column.type):
         return False
-    for value in column.unique().to_pylist():
-        if str(value).lower() not in ("0", "1", "false", "true", "none"):
-            return False
-    return True
+    texts = {str(value).lower() for value in column.unique().to_pylist()}
+    return texts <= {"0", "1", "false", "true", "none"}
 
 
 def labelled(

@@ -7,7 +7,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -90,7 +90,15 @@ def _csv(path: Path, delimiters: str = ",;\t|") -> Table:
         mark = next((mark for mark in delimiters if mark in first), ",")
         if not first.lower().startswith("sep="):
             file.seek(0)
-        rows = [*_rows(csv.reader(file, delimiter=mark, strict=True))]
+        rows = []
+        try:
+            for row in filter(None, csv.reader(file, delimiter=mark, strict=True)):
+                rows.append(row)
+        except csv.Error as error:
+            raise ValueError(
+                f"row {len(rows) + 1}, counted from the names of columns: {error}; "
+                "inside of a quoted cell a quotation mark is written twice"
+            ) from error
     for number, row in enumerate(rows, start=1):
         # A cell of several rows: its quotation mark is not closed.
         several = mark == "\t" and any("\t" in cell and "\n" in cell for cell in row)
@@ -105,20 +113,6 @@ def _csv(path: Path, delimiters: str = ",;\t|") -> Table:
         names.append(name)
         columns.append(pa.array([cell or None for cell in cells], pa.string()))
     return pa.table(columns, names)
-
-
-def _rows(lines: Any) -> Iterator[list[str]]:
-    """Yield rows; raises ``ValueError`` with the number of a row that is none."""
-    number = 1
-    try:
-        for row in filter(None, lines):
-            yield row
-            number += 1
-    except csv.Error as error:
-        raise ValueError(
-            f"row {number}, counted from the names of columns: {error}; inside of a "
-            "quoted cell a quotation mark is written twice"
-        ) from error
 
 
 def _array(name: str, values: Sequence[Any]) -> pa.Array:
@@ -202,7 +196,7 @@ def read_table(path: Path) -> Table:
         return _usable(path, read(path))
     except DataError:
         raise
-    except (OSError, ValueError, OverflowError, csv.Error, pa.ArrowException) as error:
+    except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
         refuse(
             path,
             f"cannot be read ({error})",
@@ -392,8 +386,7 @@ def _digits() -> Source:
     files = [
         b"P5 8 8 16\n" + image.tobytes() for image in digits.images.astype(np.uint8)
     ]
-    table = pa.table({"image": files, "label": digits.target})
-    return Source({DIGITS: table})
+    return Source({DIGITS: pa.table({"image": files, "label": digits.target})})
 
 
 def _at(place: Path) -> Source | None:

@@ -21,7 +21,6 @@ from fedrot.simulations.federation.grids import OrderedGrid
 from fedrot.simulations.models import (
     build_model,
     load_tensors,
-    model_config,
     tensors_of,
 )
 from fedrot.simulations.run_folder import Cell, Row, read_rows
@@ -248,7 +247,7 @@ class FedRotCell(CellStrategy, FedRot):
         super().__init__(
             cell,
             model,
-            model_config(cell.experiment, cell.task.data).to_dict(),
+            model.config.to_dict(),
             aggregation=aggregation,
             alignment=alignment,
             other_basis=None if alignment is None else _other_basis(cell),

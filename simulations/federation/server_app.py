@@ -40,6 +40,6 @@ def main(grid: Grid, context: Context) -> None:
         [experiment],
         out,
         "flwr run",
-        Console(),
+        Console(markup=False, emoji=False, highlight=False),
         Machine(workers=1, grid=OrderedGrid(grid, experiment.clients)),
     )

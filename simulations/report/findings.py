@@ -178,15 +178,14 @@ def _gains(verdict: Verdict) -> tuple[str, list[str]]:
 
     Only gains in scores come first; without one, that of the headline metric does.
     """
-    pairs = verdict.recommended.against
-    clear = [metric for metric in verdict.judged if pairs[metric].verdict == "better"]
+    standing = verdict.recommended
     gains = []
-    for metric in dict.fromkeys([*clear, *verdict.judged]):
-        pair = pairs[metric]
+    for metric in dict.fromkeys([*standing.clear, *verdict.judged]):
+        pair = standing.against[metric]
         ours = f"{spoken(metric)} {number(pair.ours)}"
         other = f"{verdict.reference.name} {number(pair.other)}"
         gains.append(f"{ours}, {other} ({format_difference(pair)})")
-    scores = [metric for metric in clear if metric != "loss"]
+    scores = [metric for metric in standing.clear if metric != "loss"]
     count = max(1, len(scores))
     return "; ".join(gains[:count]), gains[count:]
 
@@ -198,15 +197,10 @@ def _other(standing: Standing, verdict: Verdict) -> str:
     """
     if standing.judgement in ("same", "diverged"):
         return standing.name
-    pairs = standing.against
-    clear = [
-        metric
-        for metric in verdict.judged
-        if pairs[metric].verdict in ("better", "worse")
-    ]
     texts = [standing.name]
-    for metric in clear or verdict.judged[:1]:
-        texts.append(f"{spoken(metric)} {format_difference(pairs[metric])}")
+    for metric in standing.clear or verdict.judged[:1]:
+        difference = format_difference(standing.against[metric])
+        texts.append(f"{spoken(metric)} {difference}")
     if standing.megabytes > 0:
         texts.append(f"{number(standing.megabytes)} MB")
     return ", ".join(texts)

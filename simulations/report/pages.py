@@ -45,7 +45,7 @@ def present(path: Path, console: Console) -> Path:
         if verdict.code:
             lines.append(f"  {verdict.code}")
         lines += [f"- {sentence}" for sentence in findings.sentences(verdict)]
-        console.print("\n".join(lines), markup=False, highlight=False)
+        console.print("\n".join(lines), markup=False)
         console.print(tables.results_table(verdict, verdict.judged))
     page = write_page(
         path / "report.html",
@@ -54,7 +54,7 @@ def present(path: Path, console: Console) -> Path:
         run=run,
         verdicts=verdicts,
     )
-    console.print(f"Report: {page}", highlight=False)
+    console.print(f"Report: {page}")
     return page
 
 

@@ -10,11 +10,10 @@ from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.tasks.objective import (
     Batch,
     EncodedData,
-    Objective,
+    OfTokens,
     Scores,
     model_inputs,
     rows_with,
-    shortest_first,
 )
 from fedrot.simulations.tasks.task_registry import register
 
@@ -30,13 +29,10 @@ SHARE = 0.15
 MASKED = 0.8
 #: In training, the share of predicted tokens that are replaced by a random token.
 RANDOM = 0.1
-#: Rows that are evaluated together: as a pretrained decoder's logits, 16 rows need 200
-#: MB.
-_ROWS = 16
 _EVALUATION_SEED = 15
 
 
-class LanguageModelling(Objective):
+class LanguageModelling(OfTokens):
     """Prediction of tokens; labels of the data set are not used.
 
     The headline metric is the perplexity: ``exp`` of the loss, which is the mean
@@ -46,6 +42,8 @@ class LanguageModelling(Objective):
 
     uses_labels = False
     shifted = False
+    # As a pretrained decoder's logits, 16 rows need 200 MB.
+    together = 16
 
     @staticmethod
     def read(scenario: Scenario) -> EncodedData:
@@ -57,40 +55,18 @@ class LanguageModelling(Objective):
     def loss(self, model: Module, batch: Batch) -> Tensor:
         from torch.nn.functional import cross_entropy
 
-        return cross_entropy(*self._predictions(model, batch))
+        logits, labels, _ = self.predictions(model, batch)
+        return cross_entropy(logits, labels)
 
-    def evaluate(
-        self,
-        model: Module,
-        encoded: Any,
-        rows: ndarray,
-    ) -> Scores:
-        import torch
-        from torch.nn.functional import cross_entropy
+    def scores(self, loss: Tensor, truth: Any, guesses: Any) -> Scores:
+        import numpy as np
 
-        surprise = torch.zeros((), dtype=torch.float64)
-        hits = 0
-        tokens = 0
-        for places in shortest_first(encoded, rows, _ROWS):
-            batch = self.batch(encoded, rows[places])
-            logits, labels = self._predictions(model, batch)
-            losses = cross_entropy(logits.float(), labels, reduction="none")
-            surprise += losses.double().sum()
-            hits += int((logits.argmax(dim=1) == labels).sum())
-            tokens += len(labels)
-        loss = surprise / tokens
-        if not torch.isfinite(loss):
-            return self.diverged()
-        values = (float(loss.exp()), hits / tokens)
+        hits = np.concatenate(truth) == np.concatenate(guesses)
+        values = (float(loss.exp()), float(hits.mean()))
         # A causal model has no accuracy among its metrics.
-        scores = dict(zip(self.metrics, values, strict=False))
-        return {**scores, "loss": float(loss)}
+        return dict(zip(self.metrics, values, strict=False))
 
-    def _predictions(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the logits at labelled tokens, and the labels.
-
-        They are ``[labels, vocabulary]`` and ``[labels]``.
-        """
+    def predictions(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         from torch.nn.functional import pad
 
         inputs = model_inputs(model, batch)
@@ -102,7 +78,7 @@ class LanguageModelling(Objective):
         output = model.get_output_embeddings()
         with output.register_forward_pre_hook(lambda _, states: (states[0][labelled],)):
             logits = model(**inputs).logits
-        return logits, labels[labelled]
+        return logits, labels[labelled], labelled.sum(dim=1)
 
 
 @register

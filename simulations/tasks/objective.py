@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from fedrot.simulations.data import BUNDLED, Names
+from fedrot.simulations.data import BUNDLED, IGNORED, Names
 from fedrot.simulations.scenario import Scenario
 
 # Help reads the traits of tasks: what computes is imported at first use.
@@ -127,6 +127,58 @@ class Objective(ABC):
         """Raise ``FedrotError`` if a model, in evaluation mode, is not for this task.
 
         ``name`` is the model's, for the message; ``batch`` is one encoded row.
+        """
+
+
+class OfTokens(Objective):
+    """A task that predicts a class of each labelled token.
+
+    Attributes:
+        together: number of rows that are evaluated together.
+    """
+
+    together: int
+
+    def predictions(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits at labelled tokens, their labels, and numbers of labels.
+
+        They are ``[labels, classes]``, ``[labels]`` and ``[rows]``.
+        """
+        inputs = model_inputs(model, batch)
+        labels = inputs.pop("labels")
+        labelled = labels != IGNORED
+        logits = model(**inputs).logits[labelled]
+        return logits, labels[labelled], labelled.sum(dim=1)
+
+    def evaluate(
+        self,
+        model: Module,
+        encoded: Any,
+        rows: ndarray,
+    ) -> Scores:
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        surprise = torch.zeros((), dtype=torch.float64)
+        truth: list[Any] = []
+        guesses: list[Any] = []
+        for places in shortest_first(encoded, rows, self.together):
+            batch = self.batch(encoded, rows[places])
+            logits, labels, sizes = self.predictions(model, batch)
+            losses = cross_entropy(logits.float(), labels, reduction="none")
+            surprise += losses.double().sum()
+            truth += labels.split(sizes.tolist())
+            guesses += logits.argmax(dim=1).split(sizes.tolist())
+        loss = surprise / sum(map(len, truth))
+        if not torch.isfinite(loss):
+            return self.diverged()
+        return {**self.scores(loss, truth, guesses), "loss": float(loss)}
+
+    @abstractmethod
+    def scores(self, loss: Tensor, truth: Any, guesses: Any) -> Scores:
+        """Return the metrics, by the loss (a scalar) and rows of tags or tokens.
+
+        These are true and predicted ones, int64 ``[labels]`` for each row.
         """
 
 

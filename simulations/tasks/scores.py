@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy import ndarray
@@ -40,7 +41,7 @@ def evaluate_predictions(
     an output is not finite, because the model has diverged. Raises ``ValueError`` if
     shapes do not fit.
     """
-    from scipy.stats import rankdata
+    from pandas import DataFrame
     from sklearn.metrics import accuracy_score, f1_score
 
     outputs = np.asarray(outputs, dtype=np.float64)
@@ -56,14 +57,20 @@ def evaluate_predictions(
     def f1(average: str) -> float:
         return f1_score(labels, predicted, average=average, zero_division=0)
 
+    def correlation(method: Literal["pearson", "spearman"]) -> float:
+        pairs = DataFrame({"labels": labels, "outputs": outputs})
+        return np.nan_to_num(pairs.corr(method).loc["labels", "outputs"])
+
     functions = {
         "accuracy": lambda: accuracy_score(labels, predicted),
         "macro_f1": lambda: f1("macro"),
         "micro_f1": lambda: f1("micro"),
-        "pearson": lambda: _correlation(labels, outputs),
-        "spearman": lambda: _correlation(rankdata(labels), rankdata(outputs)),
+        "pearson": lambda: correlation("pearson"),
+        "spearman": lambda: correlation("spearman"),
         "ece": lambda: _calibration_error(labels, outputs),
-        "calibrated_loss": lambda: _calibrated_loss(labels, outputs),
+        "calibrated_loss": lambda: min(
+            _loss(kind, labels, outputs / value) for value in TEMPERATURES
+        ),
         "loss": lambda: _loss(kind, labels, outputs),
     }
     return {name: float(functions[name]()) for name in (*metrics, "loss")}
@@ -99,13 +106,6 @@ def entity_scores(
     }
 
 
-def _calibrated_loss(
-    labels: ndarray,
-    outputs: ndarray,
-) -> float:
-    return min(_loss("single", labels, outputs / value) for value in TEMPERATURES)
-
-
 def _loss(
     kind: Kind,
     labels: ndarray,
@@ -128,10 +128,3 @@ def _calibration_error(labels: ndarray, logits: ndarray) -> float:
     bins = np.minimum((confidence * 15).astype(int), 14)
     gaps = np.bincount(bins, weights=hits - confidence)
     return np.abs(gaps).sum() / len(labels)
-
-
-def _correlation(labels: ndarray, predictions: ndarray) -> float:
-    if np.ptp(labels) == 0 or np.ptp(predictions) == 0:
-        return 0.0
-    correlation = np.corrcoef(labels, predictions)[0, 1]
-    return float(np.nan_to_num(correlation))

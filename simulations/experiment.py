@@ -36,6 +36,8 @@ from fedrot.simulations.tasks.task_registry import TASKS, named_tasks
 CLIENTS = 4
 #: The largest number of seeds. A larger number is probably a seed.
 MOST_SEEDS = 10_000
+#: Settings that some tasks have, and the trait of these tasks.
+_NEEDS = {"label_kind": "classifies", "unseen_data": "joins_domains", "lora": "peft"}
 #: Settings that have an effect only on a small model from scratch.
 OF_SMALL_MODEL = ("architecture", "layers", "width", "heads", "dropout")
 
@@ -129,12 +131,10 @@ class Experiment(Scenario):
                 f"there is no bundled data set for task '{self.task}'; name a file, a "
                 "data set in data_dir, or one of the hub"
             )
-        if self.label_kind and not task.classifies:
-            able = " and ".join(map(repr, named_tasks("classifies")))
-            yield f"label_kind is for tasks {able}, not for '{self.task}'"
-        if self.unseen_data and not task.joins_domains:
-            able = " and ".join(map(repr, named_tasks("joins_domains")))
-            yield f"unseen_data is for task {able}, not for '{self.task}'"
+        for field, trait in _NEEDS.items():
+            if getattr(self, field) and not getattr(task, trait):
+                able = ", ".join(named_tasks(trait))
+                yield f"{field} is for task {able}, not for '{self.task}'"
         idle = [
             name
             for name in OF_SMALL_MODEL
@@ -174,8 +174,6 @@ class Experiment(Scenario):
     def _lacking_for_lora(self) -> Iterator[str]:
         if self.model is None:
             yield "lora needs a pretrained model; give model"
-        if not TASKS[self.task].peft:
-            yield f"lora needs task {', '.join(named_tasks('peft'))}"
         if len(data_names(self.data, self.data_dir)) > 1:
             yield "lora needs one data set"
         if self.start != "same":

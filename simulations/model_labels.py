@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from fedrot.simulations.scenario import Settings
 
-def named_by_numbers(stored: Mapping[str, Any]) -> dict[str, Any]:
+
+def named_by_numbers(stored: Settings) -> dict[str, Any]:
     """Return the labels of a stored configuration if ``label2id`` alone names them."""
     names = stored.get("id2label") or {}
     numbers = stored.get("label2id") or {}
@@ -15,10 +17,7 @@ def named_by_numbers(stored: Mapping[str, Any]) -> dict[str, Any]:
     count = len(names) or len(labels)
     if not labels or not unnamed or {*labels} != {*range(count)}:
         return {}
-    return {
-        "id2label": labels,
-        "label2id": {name: number for number, name in labels.items()},
-    }
+    return {"id2label": labels}
 
 
 def labels_of(config: Any) -> list[str]:

@@ -53,11 +53,17 @@ def model_config(scenario: Scenario, data: Any) -> Any:
     The classifier of a sentence-transformers model is a ``PooledClassifier``.
     """
     settings = settings_of(scenario, data)
-    if scenario.model and TASKS[scenario.task].reads_pooling:
-        settings = _pooled(scenario.model, settings)
+    model = scenario.model
+    task = TASKS[scenario.task]
+    # A saved task head keeps its class.
+    if model and task.reads_pooling and not _has_task_head(settings):
+        with loading(model):
+            pooling = saved_pooling(source_of(model))
+        if pooling:
+            settings = PooledClassifierConfig(settings, pooling)
     if classes := _classes(scenario, data):
         _name_outputs(settings, classes)
-    if TASKS[scenario.task].classifies:
+    if task.classifies:
         settings.problem_type = PROBLEM_TYPES[data.kind]
         if getattr(settings, "pad_token_id", None) is None:
             # Decoders classify with the last token that is not padding.
@@ -84,18 +90,6 @@ def _name_outputs(settings: Any, names: Sequence[str]) -> None:
 def _has_task_head(settings: Any) -> bool:
     """Return whether a model was saved with a task head."""
     return any("Classifi" in name for name in settings.architectures or ())
-
-
-def _pooled(model: str, settings: Any) -> Any:
-    """Return a configuration, of a sentence-transformers model with its pooling.
-
-    A saved task head keeps its class.
-    """
-    if _has_task_head(settings):
-        return settings
-    with loading(model):
-        pooling = saved_pooling(source_of(model))
-    return PooledClassifierConfig(settings, pooling) if pooling else settings
 
 
 def build_model(

@@ -142,8 +142,7 @@ def _save_recommended(
     cells: Sequence[Cell], out: Path, save: Path, console: Console
 ) -> None:
     """Run the recommended strategy with its first seed, and write its model."""
-    run = read_run(out)
-    result = verdict(run, cells[0].experiment.name)
+    result = verdict(read_run(out), cells[0].experiment.name)
     name = result.recommended.name if result else ""
     cell = next((cell for cell in cells if cell.strategy.name == name), None)
     if cell is None:
@@ -238,19 +237,16 @@ class _Run:
             self._of_job[job] = CellProgress("", 0.0)
             self._finish_cell(message)
         else:
-            self._end(job, message)
+            # The cells that the job has not told of have failed.
+            cells, *_ = job.arguments
+            untried = [cell for cell in cells if cell.name in self._untried]
+            if message.died:
+                # Only the first one was running; the others are run again.
+                untried = untried[:1]
+            for cell in untried:
+                self._fail(cell, message.failure)
+            self._of_job.pop(job, None)
         self._show()
-
-    def _end(self, job: Job, end: Ended) -> None:
-        """Note that a job has ended; the cells that it has not told of have failed."""
-        cells, *_ = job.arguments
-        untried = [cell for cell in cells if cell.name in self._untried]
-        if end.died:
-            # Only the first one was running; the others are run again.
-            untried = untried[:1]
-        for cell in untried:
-            self._fail(cell, end.failure)
-        self._of_job.pop(job, None)
 
     def _finish_cell(self, result: CellResult) -> None:
         cell = self._untried[result.name]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fedrot.simulations.scenario import data_names
+from fedrot.simulations.scenario import Settings, data_names
 
 if TYPE_CHECKING:
     from fedrot.aggregation.registry import AggregationEntry
@@ -191,10 +191,9 @@ class Strategy(BaseModel):
             if options:
                 built = f"lambda: {_call(entry.build.__name__, options)}"
             arguments.append(f"aggregation={built}")
-        if self.fit_head:
-            arguments.append(f"fit_head={self.fit_head!r}")
-        if self.guard:
-            arguments.append(f"guard={self.guard!r}")
+        for field in ("fit_head", "guard"):
+            if value := getattr(self, field):
+                arguments.append(f"{field}={value!r}")
         if self.server:
             arguments.append(f"server={_call('Server', self.server)}")
         return arguments
@@ -258,7 +257,7 @@ def named(name: str, of_adapters: object = False) -> Strategy:
     return Strategy(**fields)
 
 
-def default_strategies(experiment: Mapping[str, Any], classifies: bool) -> list[str]:
+def default_strategies(experiment: Settings, classifies: bool) -> list[str]:
     """Return the names of the strategies that answer the question "which average
     helps?".
 

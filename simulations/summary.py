@@ -242,8 +242,7 @@ class Verdict:
 
 def verdicts_of(run: Run) -> list[Verdict]:
     """Return the verdicts of all experiments with results, in their order."""
-    verdicts = (verdict(run, name) for name in run.experiments)
-    return [*filter(None, verdicts)]
+    return [*filter(None, (verdict(run, name) for name in run.experiments))]
 
 
 def verdict(run: Run, name: str) -> Verdict | None:
@@ -370,8 +369,7 @@ def notes_of(experiment: Row) -> Iterator[str]:
     """
     if experiment.get("model") and not experiment["lora"]:
         strategies = experiment["strategies"].values()
-        rates = [table["learning_rate"] or experiment["lr"] for table in strategies]
-        rate = max(rates)
+        rate = max(table["learning_rate"] or experiment["lr"] for table in strategies)
         if rate > USUAL_RATE:
             yield (
                 f"Learning rate {rate:g} is high for a pretrained model: where AdamW "

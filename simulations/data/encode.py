@@ -119,14 +119,7 @@ def encode(
         if tagged:
             tags.append(_tags_of_tokens(encoding.word_ids, split.second[row]))
     domains = tuple(map(str, split.columns.get(DOMAIN, ())))
-    return EncodedText(
-        split.labels,
-        ids,
-        segments,
-        pad_id,
-        domains,
-        tags,
-    )
+    return EncodedText(split.labels, ids, segments, pad_id, domains, tags)
 
 
 def _tags_of_tokens(words: Sequence[int | None], tags: ndarray) -> ndarray:

@@ -269,8 +269,7 @@ def _split(
             "check the file or choose another data set",
         )
     if limit and limit < size:
-        order = default_rng(LIMIT_SEED).permutation(size)
-        rows = rows.take(order[:limit])
+        rows = rows.take(default_rng(LIMIT_SEED).permutation(size)[:limit])
     others = [name for name in rows.table.column_names if name not in used]
     return Split(rows.labels, rows.table.select(others).to_pydict(), *read(rows))
 

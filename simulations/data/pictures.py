@@ -88,13 +88,14 @@ def encoded_images(
         read,
     )
     images = [*data.train.inputs, *data.test.inputs]
-    ends = [image.getextrema() for image in images if image.mode in DEEP]
-    low = min((low for low, _ in ends), default=0)
-    high = max((high for _, high in ends), default=0)
+    deep = [image for image in images if image.mode in DEEP]
+    values = [value for image in deep for value in image.getextrema()]
+    low = min(values, default=0)
+    high = max(values, default=0)
     remarks = [data.remarks]
-    if ends:
+    if deep:
         remarks.append(
-            f"{len(ends)} of {len(images)} images have more than 8 bits: {low:g} to "
+            f"{len(deep)} of {len(images)} images have more than 8 bits: {low:g} to "
             f"{high:g}, in all of these together, become 0 to 255."
         )
     if not side:
@@ -104,8 +105,10 @@ def encoded_images(
         grey = all(image.mode != "RGB" for image in images)
         channels = 1 if grey else 3
     data = replace(data, side=side, channels=channels, remarks=" ".join(remarks))
-    mean = np.array(processor.get("image_mean") or (0.5,), np.float32)[:channels]
-    deviation = np.array(processor.get("image_std") or (0.5,), np.float32)[:channels]
+    mean, deviation = (
+        np.array(processor.get(name) or (0.5,), np.float32)[:channels]
+        for name in ("image_mean", "image_std")
+    )
     train, test = (
         EncodedImages(split.labels, _pixels(data, split, low, high), mean, deviation)
         for split in (data.train, data.test)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from fedrot.simulations.models import (
 )
 from fedrot.simulations.run_folder import Cell, Row, read_rows
 from fedrot.simulations.saved.load import save_model
+from fedrot.simulations.scenario import Settings
 from fedrot.simulations.summary import ROWS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
@@ -89,7 +90,7 @@ class CellRun(Cell):
         """Return the initial model of the seed."""
         return build_model(self.experiment, self.task.data, self.seed)
 
-    def record(self, scope: str, server_round: int, metrics: Mapping[str, Any]) -> None:
+    def record(self, scope: str, server_round: int, metrics: Settings) -> None:
         """Add one row per metric."""
         shared = {**self.labels, "round": server_round, "scope": scope}
         for name, value in metrics.items():
@@ -210,13 +211,14 @@ class CellStrategy(ReplyStrategy):
     def _after_training(self, contents: list[Any], key: str) -> MetricRecord:
         """Add the clients' losses, in the order of the clients."""
         self.trained_round = self.current_round
-        losses = {}
-        for content in contents:
-            client = content[CLIENT_RECORD][CLIENT_KEY]
-            losses[client] = {"train-loss": content["metrics"]["train-loss"]}
+        losses = {
+            content[CLIENT_RECORD][CLIENT_KEY]: content["metrics"]["train-loss"]
+            for content in contents
+        }
         # Replies arrive in any order.
-        for client, metrics in sorted(losses.items()):
+        for client, loss in sorted(losses.items()):
             site = self.cell.task.site(self.cell.seed, client)
+            metrics = {"train-loss": loss}
             self.cell.record(f"client:{site}", self.current_round, metrics)
         return MetricRecord()
 

@@ -35,6 +35,7 @@ from fedrot.simulations.models import (
     model_config,
     tensors_of,
 )
+from fedrot.simulations.scenario import Settings
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies import LabelledRows, add_statistics, answer_with_sums
@@ -71,7 +72,7 @@ class ClientJob:
         client: its partition id.
     """
 
-    settings: Mapping[str, Any]
+    settings: Settings
     client: int
 
     @classmethod

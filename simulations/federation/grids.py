@@ -114,10 +114,8 @@ class OrderedGrid(LazyGrid):
             Message(RecordDict(), dst_node_id=node, message_type=MessageType.QUERY)
             for node in nodes
         ]
-        replies = [
-            reply for reply in self.send_and_receive(questions) if reply.has_content()
-        ]
-        replies.sort(key=client_id)
+        answers = filter(Message.has_content, self.send_and_receive(questions))
+        replies = sorted(answers, key=client_id)
         clients = [*map(client_id, replies)]
         if clients != [*range(count)] or len(nodes) > count:
             raise RuntimeError(
@@ -140,9 +138,8 @@ class OrderedGrid(LazyGrid):
     def pull_messages(self, *args: Any, **kwargs: Any) -> Iterable[Message]:
         """Return replies that have arrived, and count their bytes."""
         replies = list(self.grid.pull_messages(*args, **kwargs))
-        for reply in replies:
-            if reply.has_content():
-                self.counted["bytes-received"] += _bytes_of(reply)
+        answers = filter(Message.has_content, replies)
+        self.counted["bytes-received"] += sum(map(_bytes_of, answers))
         return replies
 
     def of(self, clients: Sequence[int]) -> OrderedGrid:

@@ -113,7 +113,7 @@ def _noise(verdict: Verdict) -> Iterator[str]:
     # The reference has no interval of its own: the others show the noise.
     if verdict.recommended is verdict.reference:
         models = verdict.models
-    halves = [model.against[metric].smallest for model in models]
+    halves = (model.against[metric].smallest for model in models)
     known = [half for half in halves if half > 0]
     if known:
         yield (

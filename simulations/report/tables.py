@@ -117,12 +117,14 @@ def lost_table(rows: Iterable[Row]) -> Table | None:
     if not rounds_of:
         return None
     lines = []
-    for reply in sorted(rounds_of, key=lambda reply: -len(rounds_of[reply])):
-        *names, reason = reply
-        rounds = rounds_of[reply]
+    for (*names, reason), rounds in rounds_of.items():
         lines.append((*names, str(len(rounds)), span(rounds), reason))
-    header = ("strategy", "client", "what", "times", "rounds", "reason")
-    return _table(header, lines, ("strategy", "client", "what", "reason"))
+    lines.sort(key=lambda line: -int(line[3]))
+    return _table(
+        ("strategy", "client", "what", "times", "rounds", "reason"),
+        lines,
+        ("strategy", "client", "what", "reason"),
+    )
 
 
 def _table(
@@ -164,12 +166,12 @@ def clients_grid(
     ``counts`` is [clients][classes]. A last class may have no name. Without ``sites``,
     clients have numbers.
     """
+    by_class = [*zip(*counts, strict=True)]
     most = max(1, *map(max, counts))
-    lines = [*names]
-    if len(lines) < len(counts[0]):
-        lines.append("no class" if names else "rows")
+    lines = [*names, "no class" if names else "rows"]
     grid = {}
-    for line, by_client in zip(lines, zip(*counts, strict=True), strict=True):
+    # There may be no rows without a class.
+    for line, by_client in zip(lines, by_class, strict=False):
         grid[line] = [TableCell(str(count), count / most) for count in by_client]
     clients = zip(sites or range(len(counts)), counts, strict=True)
     return [f"{client} ({sum(rows)})" for client, rows in clients], grid

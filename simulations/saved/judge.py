@@ -17,6 +17,7 @@ from fedrot.simulations.model_labels import places_of
 from fedrot.simulations.models import PROBLEM_TYPES, by_position
 from fedrot.simulations.pretrained import pad_id_of
 from fedrot.simulations.saved.load import SavedModel
+from fedrot.simulations.scenario import Settings
 from fedrot.simulations.tasks.tagging import TokenClassification
 from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.simulations.tasks.training import Task, evaluate, step_batches, task_of
@@ -54,7 +55,7 @@ _BATCH = 64
 Judge: TypeAlias = tuple[Task, Any, list[int], str]
 
 
-def prepared(saved: SavedModel, data: Mapping[str, Any]) -> Judge:
+def prepared(saved: SavedModel, data: Settings) -> Judge:
     """Read data for models like ``saved``; ``data`` has fields of an experiment."""
     model = saved.build()
     config = model.config

@@ -82,7 +82,7 @@ def load(name: str, whole: bool = False) -> SavedModel:
     config = pretrained_settings(name)
     with loading(name):
         class_name = (config.architectures or ["AutoModel"])[0]
-        model_class = getattr(transformers, class_name, None)
+        model_class: Any = getattr(transformers, class_name, None)
         if class_name == PooledClassifier.__name__:
             model_class = PooledClassifier
     with about(name):
@@ -92,7 +92,7 @@ def load(name: str, whole: bool = False) -> SavedModel:
         what = f"a {class_name}, which transformers does not have"
     if getattr(config, "quantization_config", None):
         what = "quantised"
-    if what or model_class is None:
+    if what:
         raise FedrotError(
             f"'{name}' is {what}: its weights cannot be moved. dequantize() it with "
             "transformers and save it; for a class of your own use "

@@ -21,6 +21,7 @@ from fedrot.matching.anchor import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.pretrained import loading, models_inside
 from fedrot.simulations.saved.load import SavedModel, about, load, writing
+from fedrot.simulations.scenario import Settings
 from fedrot.symmetry import DEFAULT_PARTS, WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.resolve import tied_tensors
@@ -49,7 +50,7 @@ def merge_models(
     weights: list[float],
     allowed: list[str],
     parts: str | None,
-    data: Mapping[str, Any],
+    data: Settings,
     fit_head: bool,
 ) -> list[str]:
     """Diagnose saved models, align them to the first, and write their mean.
@@ -199,7 +200,7 @@ def _refuse_unlike(
                 number: token for token, number in saved.tokenizer.get_vocab().items()
             }
         configs.append((saved.name, config))
-    refuse_different(configs[0], configs[1], allowed)
+    refuse_different(*configs, allowed)
 
 
 def refuse_different(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from fedrot.simulations.scenario import Scenario
@@ -100,6 +99,7 @@ class Classification(Objective):
         ``domains`` has the domain of each row.
         """
         import numpy as np
+        from pandas import DataFrame
 
         from fedrot.simulations.data.texts import SEEN, UNSEEN, metric_of
         from fedrot.simulations.tasks.scores import evaluate_predictions
@@ -107,8 +107,7 @@ class Classification(Objective):
         if not np.isfinite(logits).all():
             return self.diverged()
         scores = {}
-        losses = defaultdict(list)
-        values = defaultdict(list)
+        by_group = []
         for domain in dict.fromkeys(domains):
             inside = domains == domain
             known = ~np.isnan(labels[inside][0])
@@ -120,12 +119,8 @@ class Classification(Objective):
             )
             scores[metric_of(domain)] = result["macro_f1"]
             group = SEEN if domain in self.data.domains else UNSEEN
-            values[group].append(result["macro_f1"])
-            losses[group].append(result["loss"])
-        means = {
-            name: float(np.mean(values[name]))
-            for name in (SEEN, UNSEEN)
-            if name in values
-        }
-        loss = float(np.mean(losses[SEEN] or losses[UNSEEN]))
-        return {**means, **scores, "loss": loss}
+            by_group.append({"group": group, **result})
+        # In alphabetic order, which is SEEN, UNSEEN.
+        means = DataFrame(by_group).groupby("group").mean()
+        loss = float(means["loss"].iloc[0])
+        return {**means["macro_f1"].to_dict(), **scores, "loss": loss}

@@ -206,8 +206,7 @@ class CausalLanguageModelling(LanguageModelling):
         """
         batch = encoded.batch(rows)
         padding = batch["attention_mask"] == 0
-        labels = batch["input_ids"].masked_fill(padding, IGNORED)
-        return {**batch, "labels": labels}
+        return {**batch, "labels": batch["input_ids"].masked_fill(padding, IGNORED)}
 
     def check(self, model: Module, name: str, batch: Batch) -> None:
         """Raise ``FedrotError`` if the first token's outputs depend on later tokens."""

@@ -203,7 +203,6 @@ def model_inputs(model: Module, batch: Batch) -> Batch:
     """
     inputs = dict(batch)
     config: Any = model.config
-    settings = config.get_text_config()
-    if getattr(settings, "type_vocab_size", 0) < 2:
+    if getattr(config.get_text_config(), "type_vocab_size", 0) < 2:
         inputs.pop("token_type_ids", None)
     return inputs

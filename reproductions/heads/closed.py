@@ -74,7 +74,7 @@ def nearest_mean(total: ClassSums) -> Head:
     2023).
     """
     weight = functional.normalize(total.means(), dim=1)
-    return weight[None], torch.zeros(1, len(weight)).double()
+    return weight[None], torch.zeros(1, len(weight))
 
 
 def drawn(

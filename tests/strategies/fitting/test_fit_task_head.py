@@ -159,7 +159,7 @@ def test_numbers_in_other_units_have_the_same_head():
     """Their loss has one unit, which no client sets alone."""
     kind = KINDS["regression"]
     before = kind.fitted(kind.clients())
-    for factor, offset in ((1e6, 0), (1e-6, 0), (1, 1e4)):
+    for factor, offset in ((1e6, 0), (1e-6, 0), (1, 1e3)):
         other = replace(
             kind, label=lambda ids, f=factor, o=offset: f * kind.label(ids) + o
         )

@@ -162,9 +162,10 @@ class OptimalTransport(Mean):
                 log=True,
                 warn=False,
             )
-            if log["err"][-1] > _TOLERANCE:
+            error = log["err"][-1]
+            if error > _TOLERANCE:
                 self.notes[group.name] = (
-                    f"the sums of the transport plan are wrong by {log['err'][-1]:.1g} "
+                    f"the sums of the transport plan are wrong by {error:.1g} "
                     f"after {_ITERATIONS} iterations; more regularisation converges "
                     "faster"
                 )

@@ -30,7 +30,7 @@ FEWEST = 4
 
 #: A client's change is unusual if it differs from the centre by more than so many
 #: standard errors of one client.
-FAR = 3.0
+FAR = 6.0
 
 #: These groups stay if without them the mean of all clients rises, unless the centre
 #: falls by this share of the most that a client's change counts.

@@ -193,8 +193,8 @@ def test_nobody_stops_a_gain_of_three_quarters(gains, lies):
     [
         pytest.param([-0.02] * 6, [2.0] * 2, True, id="a quarter far above"),
         pytest.param([0.02] * 6, [-0.9] * 2, False, id="a quarter far below"),
-        pytest.param([-0.05] * 8, [0.35] * 4, False, id="more than a quarter"),
-        pytest.param([-0.02] * 6, [0.25] * 2, False, id="not far"),
+        pytest.param([-0.06] * 11, [0.66] * 5, False, id="more than a quarter"),
+        pytest.param([-0.02] * 6, [0.55] * 2, False, id="not far"),
         pytest.param([-0.02] * 6, [0.05] * 2, True, id="the mean falls"),
     ],
 )

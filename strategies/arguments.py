@@ -22,7 +22,7 @@ from fedrot.errors import FedrotError, SymmetryError
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.flower_compat import Evaluate, callers
 from fedrot.symmetry import Symmetry, check_family, symmetry_of
-from fedrot.tensors import Tensors
+from fedrot.tensors import Shapes, Tensors
 
 _UNQUOTED = ". (In pyproject.toml and --run-config, write numbers without quotes.)"
 
@@ -145,9 +145,7 @@ def _equal_tables(symmetry: Symmetry, tensors: Tensors) -> tuple[tuple[str, ...]
     return tuple(pairs)
 
 
-def check_shapes(
-    symmetry: Symmetry, shapes: Mapping[str, tuple[int, ...]], origin: str
-) -> None:
+def check_shapes(symmetry: Symmetry, shapes: Shapes, origin: str) -> None:
     """Raise ``SymmetryError`` if shapes differ.
 
     ``origin`` is "broadcast" or "received".

@@ -11,7 +11,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
-from torch import Tensor
 
 from fedrot.aggregation import Aggregator
 from fedrot.collect.statistics import Statistics
@@ -27,7 +26,7 @@ from fedrot.strategies.fitting.rounds import FitsTaskHead
 from fedrot.strategies.round.inbox import Schema
 from fedrot.strategies.round.merge import OF_THE_MEAN
 from fedrot.strategies.wire.arrays import from_arrays
-from fedrot.tensors import Shaped, Tensors, check_update
+from fedrot.tensors import Shaped, TensorDict, Tensors, check_update
 
 #: Metrics of a round: relative distances of the new adapter, and of the mean of the
 #: factors, to the mean of the products; and the relative error of the sum of products,
@@ -236,7 +235,7 @@ class AdapterMean(Aggregator):
             AdapterUpdate(update, weight, self._average.plan.settings, statistics or {})
         )
 
-    def result(self) -> dict[str, Tensor]:
+    def result(self) -> TensorDict:
         """Return the average, and store its report."""
         tensors, report = self._average.result()
         self.sentence = str(report)

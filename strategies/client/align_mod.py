@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
 from flwr.common import log
-from torch import Tensor
 
 from fedrot.aggregation import Statistics
 from fedrot.alignment.align import Alignment, align
@@ -34,13 +33,13 @@ from fedrot.strategies.wire.flower_compat import (
 )
 from fedrot.strategies.wire.statistics_record import read_statistics, statistics_record
 from fedrot.symmetry import Symmetry, symmetry_of
-from fedrot.tensors import check_finite
+from fedrot.tensors import TensorDict, Tensors, check_finite
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import ClientAppCallable, Mod
 
 #: Computes statistics of an aligned update.
-Collector = Callable[[Message, Context, Mapping[str, Tensor]], Statistics]
+Collector = Callable[[Message, Context, Tensors], Statistics]
 
 #: A symmetry, the configuration from which it is built, or a function that returns one
 #: of them.
@@ -208,7 +207,7 @@ def _received(record: str, arrays: ArrayRecord, described: object) -> _Model:
     return model
 
 
-def _update(content: RecordDict, model: _Model) -> tuple[str, dict[str, Tensor]]:
+def _update(content: RecordDict, model: _Model) -> tuple[str, TensorDict]:
     """Return the name of the reply's ArrayRecord, and its tensors."""
     models = model_records(content)
     if len(models) != 1:
@@ -220,7 +219,7 @@ def _update(content: RecordDict, model: _Model) -> tuple[str, dict[str, Tensor]]
 
 
 def _align(
-    update: Mapping[str, Tensor], model: _Model, options: AlignmentOptions | None
+    update: Tensors, model: _Model, options: AlignmentOptions | None
 ) -> Alignment:
     check_finite(update)
     anchor = from_arrays(model.named(model.arrays))
@@ -239,9 +238,7 @@ def _align(
     return alignment
 
 
-def _changed(
-    arrays: ArrayRecord, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
-) -> ArrayRecord:
+def _changed(arrays: ArrayRecord, before: Tensors, after: Tensors) -> ArrayRecord:
     """Return the arrays, in their order and under their keys, with the moved tensors.
 
     An array that was tied to a moved tensor stays tied to it if both were moved alike.

@@ -8,13 +8,13 @@ every answer preserves the update's function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from torch import Tensor, nn
+from torch import nn
 
 from fedrot.alignment.align import Alignment, align, alignment_of
 from fedrot.alignment.learning import LearningOptions, learn_alignment, loss_of
@@ -65,7 +65,7 @@ class Matching:
     """
 
     build: Callable[[], nn.Module]
-    batches: Callable[[], Iterable[Mapping[str, Tensor]]]
+    batches: Callable[[], Iterable[Tensors]]
     options: AlignmentOptions = OTHER_BASIS_OPTIONS
     learning: LearningOptions = field(default_factory=LearningOptions)
 

@@ -23,13 +23,13 @@ from filelock import FileLock, Timeout
 from flwr.common import log
 from flwr.serverapp.strategy import Result
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from fedrot._io import NO_LOCKS, replacing, sync
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.resume.values import decode, encode
 from fedrot.strategies.wire.arrays import TIED, from_arrays, model_hash, to_arrays
+from fedrot.tensors import TensorDict, Tensors
 
 _FORMAT = 1
 _MODEL = "model.safetensors"
@@ -342,12 +342,12 @@ def _check(path: Path, actual: str, digest: str) -> None:
         raise FedrotError(f"'{path.name}' was changed after it was written.")
 
 
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _unshared(tensors: Tensors) -> TensorDict:
     """Return tensors that share no memory, as safetensors requires.
 
     Others are not copied.
     """
-    separate: dict[str, Tensor] = {}
+    separate: TensorDict = {}
     taken: set[int] = set()
     for name, tensor in tensors.items():
         memory = tensor.untyped_storage().data_ptr()

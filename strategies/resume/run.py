@@ -17,6 +17,7 @@ from fedrot.errors import FedrotError
 from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.wire.flower_compat import Evaluate
+from fedrot.tensors import Shape
 
 Stop = Callable[[int, Result], bool]
 
@@ -240,5 +241,5 @@ def _restored(
     return newest.round, newest.result
 
 
-def _shapes(arrays: ArrayRecord | None) -> dict[str, tuple[int, ...]]:
+def _shapes(arrays: ArrayRecord | None) -> dict[str, Shape]:
     return {name: tuple(array.shape) for name, array in (arrays or {}).items()}

@@ -38,7 +38,9 @@ from fedrot.strategies.wire.statistics_record import read_statistics
 from fedrot.tensors import (
     LARGEST_WEIGHT,
     SMALLEST_WEIGHT,
+    Shape,
     Shaped,
+    TensorDict,
     Tensors,
     check_finite,
     check_update,
@@ -140,7 +142,7 @@ class Schema:
     settings: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """Shape of every tensor, by name."""
         return {name: tuple(tensor.shape) for name, tensor in self.like.items()}
 
@@ -148,7 +150,7 @@ class Schema:
         """Raise ``UpdateError`` unless names and shapes are those of an update."""
         check_update(tensors, self.shapes)
 
-    def read(self, arrays: ArrayRecord, copy: bool) -> dict[str, Tensor]:
+    def read(self, arrays: ArrayRecord, copy: bool) -> TensorDict:
         """Return a reply's tensors, in the broadcast order and dtypes.
 
         Names, shapes and dtypes are checked before an array is decoded; nothing in a

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.wire.flower_compat import NUMPY
-from fedrot.tensors import unusable
+from fedrot.tensors import Shape, TensorDict, Tensors, unusable
 
 R = TypeVar("R", ArrayRecord, MetricRecord, ConfigRecord)
 
@@ -56,9 +56,7 @@ _HEADER = 1024
 _ELEMENTS = 2**48
 
 
-def to_arrays(
-    tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
-) -> ArrayRecord:
+def to_arrays(tensors: Tensors, dtype: torch.dtype | None = None) -> ArrayRecord:
     """Return a model's tensors as arrays, under all of their names.
 
     Tensors of one shape and layout that share memory (tied embeddings) are sent once.
@@ -100,7 +98,7 @@ def to_arrays(
     return arrays
 
 
-def from_arrays(record: ArrayRecord, *, writable: bool = False) -> dict[str, Tensor]:
+def from_arrays(record: ArrayRecord, *, writable: bool = False) -> TensorDict:
     """Return the arrays of ``to_arrays``, or Flower's own arrays, as CPU tensors.
 
     Received bytes are not trusted: an array whose contents differ from its claimed
@@ -129,7 +127,7 @@ class Header(NamedTuple):
         start: the place of the first value among the bytes.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     stored: np.dtype[Any]
     fortran: bool
@@ -152,7 +150,7 @@ def headers(record: ArrayRecord) -> dict[str, Header]:
 
 def decoded(
     record: ArrayRecord, of: Mapping[str, Header], *, writable: bool = False
-) -> dict[str, Tensor]:
+) -> TensorDict:
     """Return a record's tensors, given its ``headers``; see ``from_arrays``."""
     # Tied names share a header; a tie may point to a later name.
     tensors: dict[int, Tensor] = {}
@@ -166,7 +164,7 @@ def decoded(
     return {name: tensors[id(known)] for name, known in of.items()}
 
 
-def model_hash(tensors: Mapping[str, Tensor], without: Collection[str] = ()) -> str:
+def model_hash(tensors: Tensors, without: Collection[str] = ()) -> str:
     """Return the SHA-256 of a model; of a sent one, of its ``from_arrays(record)``.
 
     Hashed are, in the order of the names, a line of JSON such as ``["fc.weight",
@@ -326,7 +324,7 @@ def _unreadable(name: str, problem: str) -> UpdateError:
 
 
 def replace_changed(
-    arrays: ArrayRecord, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+    arrays: ArrayRecord, before: Tensors, after: Tensors
 ) -> ArrayRecord:
     """Return ``after`` as Flower's own arrays, which any strategy can read.
 

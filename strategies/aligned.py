@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from logging import INFO
 from typing import Any
 
 from flwr.app import ArrayRecord
 from flwr.common import log
 
-from fedrot.aggregation import Aggregator, Mean
+from fedrot.aggregation import Mean
 from fedrot.alignment.anchors import check_anchor
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies import arguments
@@ -23,6 +23,7 @@ from fedrot.strategies.round.other_basis import (
     OtherBases,
 )
 from fedrot.strategies.round.record import RoundRecord
+from fedrot.strategies.round.update import Builder
 from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors
@@ -63,7 +64,7 @@ class Aligned(ReplyStrategy):
     """
 
     #: Builds the aggregator of a round; None for the mean, see ``FedRot``.
-    aggregation: Callable[[], Aggregator] | None = None
+    aggregation: Builder | None = None
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class Aligned(ReplyStrategy):
             )
         super().summary()
 
-    def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
+    def aggregator(self, server_round: int) -> Builder | None:
         """Return the function that builds a round's aggregator, see ``PlaysRounds``."""
         return Mean if self.aligns and self.wrapped_class in OF_THE_MEAN else None
 

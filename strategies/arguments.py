@@ -19,7 +19,7 @@ from flwr.serverapp.strategy import (
 from torch import nn
 
 from fedrot.errors import FedrotError, SymmetryError
-from fedrot.strategies.wire.arrays import from_arrays
+from fedrot.strategies.wire.arrays import from_arrays, shapes_of
 from fedrot.strategies.wire.flower_compat import Evaluate, callers
 from fedrot.symmetry import Symmetry, check_family, symmetry_of
 from fedrot.tensors import Shapes, Tensors
@@ -123,11 +123,7 @@ def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
         tensors = from_arrays(arrays)
         symmetry = symmetry_of(described, tensors)
         return replace(symmetry, tied=symmetry.tied or _equal_tables(symmetry, tensors))
-    check_shapes(
-        described,
-        {name: tuple(array.shape) for name, array in arrays.items()},
-        "broadcast",
-    )
+    check_shapes(described, shapes_of(arrays), "broadcast")
     return described
 
 

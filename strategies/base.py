@@ -91,7 +91,6 @@ class ReplyStrategy(PlaysRounds):
         super().__init__(*args, **kwargs)
         self.server = server or Server()
         self.reporting = reporting or Reporting()
-        self._reports = reporting is not None
         self._device = checked_device(self.server.device)
         self.waits = self.server.deterministic
         self.checkpoints = checkpoints
@@ -114,9 +113,12 @@ class ReplyStrategy(PlaysRounds):
         order = ", sorted by their contents" if self.server.deterministic else ""
         log(INFO, "\t├──> Replies: %s%s", how, order)
         if kinds := self.needs(1):
-            message = "\t├──> Statistics: every reply needs '%s'; clients call %s"
-            call = "fedrot.strategies.add_statistics(content, message, model, batches)"
-            log(INFO, message, "', '".join(kinds), call)
+            log(
+                INFO,
+                "\t├──> Statistics: every reply needs '%s'; clients call "
+                "fedrot.strategies.add_statistics(content, message, model, batches)",
+                "', '".join(kinds),
+            )
         super().summary()  # type: ignore[safe-super]
 
     def start(
@@ -159,7 +161,7 @@ class ReplyStrategy(PlaysRounds):
         if self.comparison is not None:
             merges = self.aggregator(1) is not None
             evaluating = self.comparison.evaluating(evaluating, merges)
-        if evaluating is not None and self._reports:
+        if evaluating is not None:
             evaluating = reporting_evaluations(self.reporting, evaluating)
         play_all: Callable[..., Result] = super().start
         if self.checkpoints is not None:
@@ -295,7 +297,7 @@ class ReplyStrategy(PlaysRounds):
         return metrics
 
     def _report(self, number: int, stage: str, metrics: MetricRecord | None) -> None:
-        if metrics is not None and self._reports:
+        if metrics is not None:
             report_metrics(self.reporting, number, stage, metrics)
 
     # What a subclass may override

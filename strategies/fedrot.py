@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from logging import INFO
 from typing import Any
 
@@ -16,6 +16,7 @@ from fedrot.options import AlignmentOptions
 from fedrot.strategies.aligned import DEFAULT_ALIGNMENT, Aligned
 from fedrot.strategies.fitting.rounds import FitsTaskHead
 from fedrot.strategies.round.guard import Guard
+from fedrot.strategies.round.update import Builder
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
 from fedrot.strategies.wire.flower_compat import MetricsFunction
 from fedrot.symmetry import Symmetry
@@ -73,7 +74,7 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
         train_metrics_aggr_fn: MetricsFunction | None = None,
         evaluate_metrics_aggr_fn: MetricsFunction | None = None,
         *,
-        aggregation: str | Callable[[], Aggregator] | None = None,
+        aggregation: str | Builder | None = None,
         alignment: AlignmentOptions | None = DEFAULT_ALIGNMENT,
         other_basis: OtherBasis | None = None,
         guard: str | Guard | None = None,
@@ -155,14 +156,14 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
         """Return the aggregation's kinds of statistics."""
         return self._kinds
 
-    def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
+    def aggregator(self, server_round: int) -> Builder | None:
         """Return the aggregation."""
         return self.aggregation or super().aggregator(server_round)
 
 
 def _builder(
-    aggregation: str | Callable[[], Aggregator] | None,
-) -> Callable[[], Aggregator] | None:
+    aggregation: str | Builder | None,
+) -> Builder | None:
     """Return the function that builds an aggregation, given it or a name."""
     if isinstance(aggregation, str):
         return aggregation_named(aggregation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import Any
@@ -25,6 +25,7 @@ from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.fitting.rounds import FitsTaskHead
 from fedrot.strategies.round.inbox import Schema
 from fedrot.strategies.round.merge import OF_THE_MEAN
+from fedrot.strategies.round.update import Builder
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.tensors import Shaped, TensorDict, Tensors, check_update
 
@@ -121,12 +122,13 @@ class AlignedLoRA(ReplyStrategy):
                 if ".base_layer." in name and not name.endswith(".bias")
             )
             if name := next(base, None):
-                message = (
+                log(
+                    WARNING,
                     "initial_arrays holds base weights ('%s'), which would be sent and "
                     "averaged in every round. Send only the adapter: "
-                    "fedrot.lora.adapter_tensors(model)."
+                    "fedrot.lora.adapter_tensors(model).",
+                    name,
                 )
-                log(WARNING, message, name)
         return super().configure_train(server_round, arrays, config, grid)
 
     def schema(self, broadcast: Tensors) -> Schema:
@@ -136,7 +138,7 @@ class AlignedLoRA(ReplyStrategy):
             broadcast, self.adapters.averaging.any_rank, settings=settings
         )
 
-    def aggregator(self, server_round: int) -> Callable[[], Aggregator]:
+    def aggregator(self, server_round: int) -> Builder:
         """Return the function that builds a round's average of adapters."""
         return lambda: AdapterMean(
             self.adapters.average(
@@ -180,11 +182,10 @@ class AdapterSchema(Schema):
         targets = _targets(self.like)
         sent_targets = _targets(tensors)
         if sent_targets and sent_targets != targets:
-            what = (
+            raise UpdateError(
                 f"The adapter's targets are {', '.join(sent_targets)}, the server's "
-                f"{', '.join(targets)}."
+                f"{', '.join(targets)}. Build it with the server's LoraConfig."
             )
-            raise UpdateError(f"{what} Build it with the server's LoraConfig.")
         shapes = self.shapes
         for pair in pairs_of(self.like):
             for name, axis in ((pair.a, 0), (pair.b, 1)):

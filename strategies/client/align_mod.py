@@ -24,6 +24,7 @@ from fedrot.strategies.wire.arrays import (
     from_arrays,
     model_records,
     same_bits,
+    shapes_of,
     to_arrays,
 )
 from fedrot.strategies.wire.flower_compat import (
@@ -187,16 +188,14 @@ def _received(record: str, arrays: ArrayRecord, described: object) -> _Model:
     # A copy: clients may empty the record to save memory.
     kept = arrays.copy()
     if record != UNNAMED_MODEL:
-        shapes = {name: tuple(array.shape) for name, array in kept.items()}
+        shapes = shapes_of(kept)
         if not isinstance(described, Symmetry):
             return _Model(kept, symmetry_of(described, shapes))
         model = _Model(kept, described)
     elif isinstance(described, Symmetry):
         model = _Model(kept, described, tuple(described.shapes))
         # Legacy arrays have no shapes either.
-        shapes = {
-            name: tuple(t.shape) for name, t in from_arrays(model.named(kept)).items()
-        }
+        shapes = shapes_of(from_arrays(model.named(kept)))
     else:
         raise FedrotError(
             "The message's tensors have no names, as in all of Flower's legacy "
@@ -233,8 +232,13 @@ def _align(
     # it fold norms.
     alignment = align(cast, anchor, model.symmetry, checked_options(options).as_it_is())
     report = alignment.report
-    message = "Alignment: distance to the received model %.4g -> %.4g, %.2f s"
-    log(INFO, message, report.before, report.after, report.seconds)
+    log(
+        INFO,
+        "Alignment: distance to the received model %.4g -> %.4g, %.2f s",
+        report.before,
+        report.after,
+        report.seconds,
+    )
     return alignment
 
 

@@ -120,8 +120,8 @@ class _Request:
         stage = self._config[STAGE]
         if stage == COUNT:
             counts = {
-                "training": self._labelled(_read(data, "training")),
-                "held_out": self._labelled(_read(data, "held_out")),
+                name: self._labelled(_read(data, name))
+                for name in ("training", "held_out")
             }
             return RecordDict({ROWS: MetricRecord({**counts})})
         if not self._task_head:

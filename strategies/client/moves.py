@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from torch import nn
 
 from fedrot.alignment.align import Alignment, align, alignment_of
@@ -23,7 +23,11 @@ from fedrot.collect.random_inputs import forward_inputs
 from fedrot.errors import UpdateError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.arguments import check_functions
-from fedrot.strategies.wire.arrays import from_arrays, records_of_type, to_arrays
+from fedrot.strategies.wire.arrays import (
+    array_record,
+    from_arrays,
+    to_arrays,
+)
 from fedrot.strategies.wire.flower_compat import failure_of
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
@@ -164,9 +168,7 @@ def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
     """
     if message.has_error():
         raise UpdateError(failure_of(message, "fedrot.strategies.match_at_client"))
-    record = records_of_type(message.content, ArrayRecord).get(ELEMENTS)
-    if record is None:
-        raise UpdateError(f"the answer holds no ArrayRecord '{ELEMENTS}'.")
+    record = array_record(message.content, ELEMENTS)
     try:
         elements = from_arrays(record)
     except UpdateError as error:

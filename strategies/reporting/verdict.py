@@ -103,7 +103,7 @@ def verdict(
     return f"{text}; {moved} of {groups} groups moved"
 
 
-def figures(reports: Sequence[AlignmentReport]) -> dict[str, float | int]:
+def figures(reports: Sequence[AlignmentReport]) -> dict[str, float]:
     """Return the metrics of a round's reports.
 
     The shares found and of chance are those that ``verdict`` names first, of the
@@ -204,7 +204,7 @@ def _removed(reports: Sequence[AlignmentReport], other_basis: int) -> str:
 def run_lines(
     rounds: Mapping[int, Mapping[str, Any]],
     verdicts: Mapping[int, str],
-    rows: Path | None = None,
+    rows: Path | None,
 ) -> list[str]:
     """Return a run's last log lines, given training metrics and verdicts by round."""
     moved = [metrics[MOVED] > 0 for metrics in rounds.values() if MOVED in metrics]

@@ -310,9 +310,9 @@ def _read(folder: Path, number: int) -> Checkpoint:
             _check(state, _arrays_digest(bulk), file.metadata()["sha256"])
         about = json.loads(bulk.pop(_ABOUT).tobytes())
         if (about["format"], about["round"]) != (_FORMAT, number):
-            about_it = f"It is of round {about['round']} in format {about['format']}"
             raise FedrotError(
-                f"{about_it}, but this is round {number} in format {_FORMAT}."
+                f"It is of round {about['round']} in format {about['format']}, but "
+                f"this is round {number} in format {_FORMAT}."
             )
         _check(model, _digest(model), about["sha256"])
         tensors = safetensors.torch.load_file(model)
@@ -331,9 +331,9 @@ def _read(folder: Path, number: int) -> Checkpoint:
     except FedrotError:
         raise
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
         raise FedrotError(
-            f"'{_STATE}', or what it refers to, cannot be read, {why}"
+            f"'{_STATE}', or what it refers to, cannot be read, "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 

@@ -152,15 +152,13 @@ class RunState:
         if error not in self._warned and not type(value).__module__.startswith(
             "fedrot."
         ):
-            message = (
+            log(
+                WARNING,
                 "Not in the checkpoints, and lost when the run is resumed: %s Give its "
-                "class"
+                "class the methods state_dict and load_state_dict, or the strategy the "
+                "methods state and restore.",
+                error,
             )
-            methods = (
-                "state_dict and load_state_dict, or the strategy the methods state and "
-                "restore"
-            )
-            log(WARNING, f"{message} the methods {methods}.", error)
             self._warned.add(error)
 
 

@@ -13,6 +13,8 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from torch import Tensor
 
+from fedrot.strategies.wire.arrays import flat_bytes
+
 #: NumPy type codes that safetensors supports: booleans, integers and floats of up to
 #: eight bytes.
 _NUMBERS = "?bBhHiIlLqQefd"
@@ -23,12 +25,11 @@ class UnknownValueError(TypeError):
 
 
 def _of_tensor(tensor: Tensor) -> list[Any]:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return [
         str(tensor.dtype).removeprefix("torch."),
         list(tensor.shape),
         str(tensor.device),
-        flat,
+        flat_bytes(tensor).numpy(),
     ]
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from logging import WARNING
-from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
@@ -25,6 +24,7 @@ from fedrot.collect.statistics import TRAINED
 from fedrot.errors import UpdateError, legible
 from fedrot.strategies.round.guard import Comparison
 from fedrot.strategies.round.inbox import (
+    Told,
     averageable,
     metrics_layout,
     not_finite,
@@ -39,7 +39,7 @@ from fedrot.strategies.round.outbox import (
     with_tensors,
 )
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Moved, Update
+from fedrot.strategies.round.update import Builder, Moved, MovedBroadcast, Update
 from fedrot.strategies.wire.arrays import from_arrays, records_of_type, without_arrays
 from fedrot.strategies.wire.flower_compat import (
     clips_zero,
@@ -79,13 +79,6 @@ class Wrapped:
     min_replies: int
 
 
-class Told(NamedTuple):
-    """The metrics and small configurations of one client's update."""
-
-    client: int
-    content: RecordDict
-
-
 class Merge(Protocol):
     """Collects the updates of one round, and returns the new model.
 
@@ -102,9 +95,7 @@ class Merge(Protocol):
         They are empty if the update was added layer by layer.
         """
 
-    def result(
-        self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None
-    ) -> Aggregated:
+    def result(self, wrapped: Wrapped, moved_broadcast: MovedBroadcast) -> Aggregated:
         """Return the new model and metrics, once; see ``Aligner.moved_broadcast``."""
 
 
@@ -117,7 +108,7 @@ class Averaged:
 
     def __init__(
         self,
-        build: Callable[[], Aggregator],
+        build: Builder,
         record: RoundRecord,
         comparison: Comparison | None = None,
     ) -> None:
@@ -155,9 +146,7 @@ class Averaged:
             self.record.origins.append(update.origin)
         return moved.tensors
 
-    def result(
-        self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None
-    ) -> Aggregated:
+    def result(self, wrapped: Wrapped, moved_broadcast: MovedBroadcast) -> Aggregated:
         """Return the merged model.
 
         Any base strategy but ``FedAvg`` aggregates the mean as one update.
@@ -269,9 +258,7 @@ class Listed:
             merge.add(Moved(update, from_arrays(records[update.record]), {}))
         return merge
 
-    def result(
-        self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None
-    ) -> Aggregated:
+    def result(self, wrapped: Wrapped, moved_broadcast: MovedBroadcast) -> Aggregated:
         """Pass all updates to the base strategy."""
         if self._averaged is not None:
             return self._averaged.result(wrapped, moved_broadcast)
@@ -320,7 +307,7 @@ def _aggregated(
     wrapped: Wrapped,
     number: int,
     messages: list[Message],
-    moved: Callable[[], Tensors] | None,
+    moved: MovedBroadcast,
 ) -> Aggregated:
     """Let the strategy aggregate; ``moved`` makes the model that it subtracts."""
     if moved is not None:
@@ -354,7 +341,7 @@ def _with_metrics(told: Sequence[Told]) -> list[RecordDict]:
     def leave_out(odd: Told, reason: str) -> None:
         log(WARNING, "Metrics of client %d left out: %s", odd.client, legible(reason))
 
-    good = averageable(told, attrgetter("content"), leave_out)
+    good = averageable(told, leave_out)
     return [client.content for client in good]
 
 

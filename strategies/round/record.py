@@ -40,7 +40,7 @@ class RoundRecord:
     lost: str = ""
     other_basis: int = 0
     notes: dict[str, str] = field(default_factory=dict)
-    guard: dict[str, float | int] = field(default_factory=dict)
+    guard: dict[str, float] = field(default_factory=dict)
     #: The sentence of an aggregation of adapters, in place of alignment's.
     sentence: str = ""
     #: The metrics of an aggregation of adapters, and those of a fitted head.
@@ -77,7 +77,7 @@ class RoundRecord:
         self.failed.append((client, reason))
         log(INFO, f"\t> {who} %d: %s", client, reason)
 
-    def miss(self, client: int, in_front: str = "") -> None:
+    def miss(self, client: int, in_front: str) -> None:
         """Record a client without an answer, or whose reply ``in_front`` left out."""
         left_out = f", or {in_front} left it out" if in_front else ""
         self.fail(client, f"No answer before the timeout{left_out}.", who="Client")
@@ -89,8 +89,13 @@ class RoundRecord:
         client = moved.update.client
         report = moved.report()
         self.reports.append((client, report))
-        message = "Reply of client %d aligned: squared distance %.4g -> %.4g"
-        log(DEBUG, message, client, report.before, report.after)
+        log(
+            DEBUG,
+            "Reply of client %d aligned: squared distance %.4g -> %.4g",
+            client,
+            report.before,
+            report.after,
+        )
 
     def lose(self, reason: str) -> None:
         """Record that the round has no new model."""
@@ -135,7 +140,7 @@ class RoundRecord:
             return False
         return True
 
-    def metrics(self, aligned: bool) -> dict[str, float | int]:
+    def metrics(self, aligned: bool) -> dict[str, float]:
         """Return the round's figures over all clients (docs/reference/metrics.md).
 
         Without alignment these are the numbers of lost replies that are not 0, and the

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from logging import INFO
 from typing import Any
 
@@ -68,7 +67,7 @@ class Aligned(ReplyStrategy):
 
     def __init__(
         self,
-        model_config: Symmetry | Mapping[str, Any] | object | None = None,
+        model_config: arguments.Described | None = None,
         *args: Any,
         alignment: AlignmentOptions | None = DEFAULT_ALIGNMENT,
         other_basis: OtherBasis | None = None,
@@ -91,9 +90,8 @@ class Aligned(ReplyStrategy):
         if self.aligns and self.other_bases is not None:
             self.waits = self.waits or self.other_bases.needs_all
         if guard is not None:
-            aggregates = self.aggregation is not None
             self.comparison = comparison_of(
-                guard, alignment, other, aggregates=aggregates
+                guard, alignment, other, aggregates=self.aggregation is not None
             )
 
     def summary(self) -> None:

@@ -24,6 +24,9 @@ from fedrot.strategies.wire.flower_compat import Evaluate, callers
 from fedrot.symmetry import Symmetry, check_family, symmetry_of
 from fedrot.tensors import Shapes, Tensors
 
+#: A model's symmetry, or the configuration from which it is built.
+Described = Symmetry | Mapping[str, Any] | object
+
 _UNQUOTED = ". (In pyproject.toml and --run-config, write numbers without quotes.)"
 
 _CLIENT_SIDE = (
@@ -41,10 +44,9 @@ def check_functions(owner: object, *names: str) -> None:
     for name in names:
         function = getattr(owner, name)
         if isinstance(function, nn.Module) or not callable(function):
-            kind = type(function).__name__
-            of = type(owner).__name__
             raise FedrotError(
-                f"{name} of {of} is a {kind}; give a function, like {name}=lambda: ..."
+                f"{name} of {type(owner).__name__} is a {type(function).__name__}; "
+                f"give a function, like {name}=lambda: ..."
             )
 
 

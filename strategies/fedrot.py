@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from logging import INFO
-from typing import Any
 
 from flwr.common import log
 from flwr.serverapp.strategy import FedAvg
@@ -14,12 +12,12 @@ from fedrot.collect.statistics import TRAINED, kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.aligned import DEFAULT_ALIGNMENT, Aligned
+from fedrot.strategies.arguments import Described
 from fedrot.strategies.fitting.rounds import FitsTaskHead
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.round.update import Builder
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
 from fedrot.strategies.wire.flower_compat import MetricsFunction
-from fedrot.symmetry import Symmetry
 
 
 class FedRot(FitsTaskHead, Aligned, FedAvg):
@@ -62,7 +60,7 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
 
     def __init__(
         self,
-        model_config: Symmetry | Mapping[str, Any] | object | None = None,
+        model_config: Described | None = None,
         fraction_train: float = 1.0,
         fraction_evaluate: float = 1.0,
         min_train_nodes: int = 2,

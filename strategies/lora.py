@@ -92,11 +92,10 @@ class AlignedLoRA(ReplyStrategy):
         super().__init__(*args, **kwargs)
         behind = self.wrapped_class
         if behind not in OF_THE_MEAN:
-            able = ", ".join(strategy.__name__ for strategy in OF_THE_MEAN)
             raise FedrotError(
                 f"{type(self).__name__} passes only the average on, but "
                 f"{behind.__name__} needs every update. Supported base strategies: "
-                f"{able}."
+                f"{', '.join(strategy.__name__ for strategy in OF_THE_MEAN)}."
             )
 
     def summary(self) -> None:
@@ -133,9 +132,10 @@ class AlignedLoRA(ReplyStrategy):
 
     def schema(self, broadcast: Tensors) -> Schema:
         """Return what a reply must hold: an adapter of at most the broadcast ranks."""
-        settings = adapter_record(self.settings)
         return AdapterSchema(
-            broadcast, self.adapters.averaging.any_rank, settings=settings
+            broadcast,
+            self.adapters.averaging.any_rank,
+            settings=adapter_record(self.settings),
         )
 
     def aggregator(self, server_round: int) -> Builder:

@@ -101,8 +101,9 @@ def fitted_task_heads(
         weight, offset = sums.kind.fit(sums.counts, sums.sums, covariance, priors)
         if not bias:
             shares = sums.counts[sums.kind.centres] / sums.rows
-            unit = covariance.ridge_of_one(sums.means(), shares)
-            weight = weight + torch.outer(offset, unit)
+            weight = weight + torch.outer(
+                offset, covariance.ridge_of_one(sums.means(), shares)
+            )
             offset = torch.zeros_like(offset)
         weights.append(weight)
         biases.append(offset)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from fedrot.aggregation import Statistics
 from fedrot.alignment.align import Alignment, align
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.options import AlignmentOptions, checked_options
-from fedrot.strategies.arguments import check_shapes
+from fedrot.strategies.arguments import Described, check_shapes
 from fedrot.strategies.client.moves import ACTION
 from fedrot.strategies.wire.arrays import (
     STATISTICS,
@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 #: Computes statistics of an aligned update.
 Collector = Callable[[Message, Context, Tensors], Statistics]
 
-#: A symmetry, the configuration from which it is built, or a function that returns one
-#: of them.
-Described = Symmetry | Mapping[str, Any] | object | Callable[[Message, Context], Any]
+#: What describes a model, or a function that returns it.
+Describing = Described | Callable[[Message, Context], Any]
 
 #: Mods that change the update, which must be aligned before.
 _CHANGING = {
@@ -57,7 +56,7 @@ _CHANGING = {
 
 
 def align_mod(
-    symmetry: Described,
+    symmetry: Describing,
     options: AlignmentOptions | None = None,
     statistics: Collector | None = None,
     dtype: torch.dtype = torch.float32,

@@ -98,8 +98,9 @@ def answer_with_sums(
         # Building models and drawing batches must not change the random numbers of
         # training.
         with torch.random.fork_rng(devices=[]):
-            request = _Request(message.content, folder, context.run_id)
-            content = request.answer(setup(message, context))
+            content = _Request(message.content, folder, context.run_id).answer(
+                setup(message, context)
+            )
         return Message(content, reply_to=message)
 
 
@@ -142,12 +143,15 @@ class _Request:
                 self._problem_type,
             )
             return RecordDict({SUMS: to_arrays(sums.packed())})
-        records = [self._arrays[f"{TASK_HEADS}-{i}"] for i in range(len(bodies))]
+        heads = [
+            TaskHeads(**from_arrays(self._arrays[f"{TASK_HEADS}-{place}"]))
+            for place in range(len(bodies))
+        ]
         losses = compare_losses(
             models,
             [*_read(data, "held_out")],
             self._task_head,
-            [TaskHeads(**from_arrays(record)) for record in records],
+            heads,
             self._problem_type,
         )
         return RecordDict({LOSSES: to_arrays(vars(losses))})

@@ -121,8 +121,13 @@ def _match(message: Message, matching: Matching) -> Alignment:
     if any(config.get(LEARN) for config in told):
         return _learned(anchor_model, update, anchor, symmetry, matching)
     inputs = (forward_inputs(anchor_model, batch) for batch in matching.batches())
-    activations = collect_activations(anchor_model, update_model, inputs, symmetry)
-    return align(update, anchor, symmetry, options, activations)
+    return align(
+        update,
+        anchor,
+        symmetry,
+        options,
+        collect_activations(anchor_model, update_model, inputs, symmetry),
+    )
 
 
 def _learned(
@@ -195,5 +200,6 @@ def alignment_by(
     """Return moves as an alignment, of canonical models if the stream is rotated."""
     if symmetry.rotates:
         update, anchor = (canonical(tensors, symmetry) for tensors in (update, anchor))
-    alignment = alignment_of(moves, update, anchor, symmetry)
-    return replace(alignment, canonical=symmetry.rotates)
+    return replace(
+        alignment_of(moves, update, anchor, symmetry), canonical=symmetry.rotates
+    )

@@ -151,8 +151,9 @@ class TaskHeadFitting:
         before = after if old is None else self._body(old, clients.task_head)
         bodies = {1.0: after}
         if half and old is not None:
-            mean = as_sent(half_way(before.tensors, after.tensors), new)
-            middle = self._body(mean, clients.task_head)
+            middle = self._body(
+                as_sent(half_way(before.tensors, after.tensors), new), clients.task_head
+            )
             # Clients have rounded bodies, whose mean is not the rounded mean.
             middle.between = () if self.wire else (before, after)
             bodies[0.5] = middle
@@ -168,5 +169,6 @@ class TaskHeadFitting:
         tensors = from_arrays(arrays)
         sent = arrays if self.wire is None else to_arrays(tensors, self.wire)
         key = hash_of(from_arrays(sent), task_head)
-        kept_by = self.kept_by.setdefault(key, set())
-        return Body(arrays, tensors, sent, key, kept_by=kept_by)
+        return Body(
+            arrays, tensors, sent, key, kept_by=self.kept_by.setdefault(key, set())
+        )

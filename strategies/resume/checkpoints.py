@@ -9,7 +9,7 @@ import platform
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import WARNING
@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from fedrot._io import NO_LOCKS, replacing, sync
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.resume.state import RunState
-from fedrot.strategies.resume.values import decode, encode
+from fedrot.strategies.resume.values import NamedArrays, decode, encode
 from fedrot.strategies.wire.arrays import TIED, from_arrays, model_hash, to_arrays
 from fedrot.tensors import TensorDict, Tensors
 
@@ -57,7 +57,7 @@ class Checkpoint:
     round: int
     result: Result
     state: dict[str, Any]
-    state_arrays: dict[str, np.ndarray]
+    state_arrays: NamedArrays
 
 
 class Checkpointing:
@@ -270,7 +270,7 @@ def _write(
     folder: Path, result: Result, state: RunState, about: dict[str, Any]
 ) -> None:
     arrays = result.arrays
-    bulk = dict[str, np.ndarray]()
+    bulk = NamedArrays()
     safetensors.torch.save_file(_unshared(from_arrays(arrays)), folder / _MODEL)
     about |= {
         "format": _FORMAT,
@@ -363,7 +363,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
+def _arrays_digest(arrays: NamedArrays) -> str:
     digest = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype} {array.shape}\n".encode())

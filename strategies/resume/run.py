@@ -75,13 +75,9 @@ def run(
             if done > num_rounds:
                 log(
                     WARNING,
-                    "'%s' holds round %d, and num_rounds is %d: no round is run, and "
-                    "the model of round %d is returned. Give another folder to start "
-                    "anew.",
-                    checkpoints.folder,
-                    done,
-                    num_rounds,
-                    done,
+                    f"'{checkpoints.folder}' holds round {done}, and num_rounds is "
+                    f"{num_rounds}: no round is run, and the model of round {done} is "
+                    "returned. Give another folder to start anew.",
                 )
         if hasattr(strategy, "begin"):
             strategy.begin(done or (0 if killed_in_first else None))
@@ -166,8 +162,11 @@ class CheckpointedRun(Strategy):
         """Return the metrics of the clients' evaluations."""
         noted = self.result.evaluate_metrics_clientapp
         if server_round > self.done:
-            metrics = self.strategy.aggregate_evaluate(server_round, replies)
-            _note(noted, server_round, metrics)
+            _note(
+                noted,
+                server_round,
+                self.strategy.aggregate_evaluate(server_round, replies),
+            )
         if not self.evaluates:
             self._end_round(server_round)
         return noted.get(server_round)

@@ -73,9 +73,8 @@ def with_common_layout(
 ) -> tuple[list[T], list[T]]:
     """Split replies into those with the most common layout, and the others."""
     layouts = [layout(item) for item in items]
-    counts = Counter(layouts)
     # Of equally common ones the first.
-    common = max(layouts, key=counts.__getitem__, default=())
+    common = max(layouts, key=Counter(layouts).__getitem__, default=())
     alike: list[T] = []
     odd: list[T] = []
     for item, its_layout in zip(items, layouts, strict=True):
@@ -111,8 +110,11 @@ def averageable(
         if what and finite:
             leave_out(item, f"{what} Send a finite number, or omit this metric.")
     if items and not finite:
-        first = legible(judged[0][1])
-        log(WARNING, "No client has finite metrics only. Of the first: %s", first)
+        log(
+            WARNING,
+            "No client has finite metrics only. Of the first: %s",
+            legible(judged[0][1]),
+        )
     good, odd = with_common_layout(
         finite or items, lambda item: metrics_layout(item.content)
     )

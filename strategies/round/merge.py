@@ -139,8 +139,7 @@ class Averaged:
             return None
         if self._as_received is not None:
             self._as_received.fold(update.tensors, update.weight, update.statistics)
-        content = without_arrays(update.message.content)
-        self._told.append(Told(update.client, content))
+        self._told.append(Told(update.client, without_arrays(update.message.content)))
         self.record.merged(moved)
         if update.origin:
             self.record.origins.append(update.origin)
@@ -156,8 +155,9 @@ class Averaged:
         merged, is_plain = self._merged(wrapped)
         metrics = None
         if self._told:
-            contents = _with_metrics(self._told)
-            metrics = metrics_function(wrapped.strategy)(contents, wrapped.weighted_by)
+            metrics = metrics_function(wrapped.strategy)(
+                _with_metrics(self._told), wrapped.weighted_by
+            )
         if merged is None or wrapped.wrapped_class is FedAvg:
             return merged, metrics
         # The base strategy receives the mean as the round's only update.
@@ -236,16 +236,17 @@ class Listed:
 
     def add(self, moved: Moved) -> Tensors | None:
         """Store the update's message, or add the update to the mean."""
-        tensors = {**moved.tensors, **self._shown}
-        shown = replace(moved, tensors=tensors)
+        shown = replace(moved, tensors={**moved.tensors, **self._shown})
         if self._averaged is None and moved.statistics.get(TRAINED):
             self._averaged = self._average_held()
         if self._averaged is not None:
             self._averaged.add(shown)
             return moved.tensors
-        message = with_tensors(shown)
-        update = replace(moved.update, tensors={}, statistics={}, message=message)
-        self._held.append(update)
+        self._held.append(
+            replace(
+                moved.update, tensors={}, statistics={}, message=with_tensors(shown)
+            )
+        )
         self.record.merged(moved)
         return moved.tensors
 
@@ -268,12 +269,13 @@ class Listed:
         record.origins += [update.origin for update in good if update.origin]
         if not record.enough(wrapped.min_replies):
             return None, None
-        told = [Told(update.client, update.message.content) for update in good]
-        _with_metrics(told)
+        _with_metrics([Told(update.client, update.message.content) for update in good])
         with clips_zero(), with_metrics_of(wrapped.strategy, _finite):
-            messages = [update.message for update in good]
             arrays, metrics = _aggregated(
-                wrapped, record.number, messages, moved_broadcast
+                wrapped,
+                record.number,
+                [update.message for update in good],
+                moved_broadcast,
             )
         if arrays is None:
             return None, metrics

@@ -161,10 +161,12 @@ class FromOtherBases(ToAnchor):
         """Return the function that finds one update's alignment to one anchor."""
         if not self._mixed:
             return super().finder(base)
-        plan = self.plan
-        others = self.others
         return finder(
-            base, plan.symmetry, plan.options, others.options, others.evidence
+            base,
+            self.plan.symmetry,
+            self.plan.options,
+            self.others.options,
+            self.others.evidence,
         )
 
     @property
@@ -188,7 +190,6 @@ class FromOtherBases(ToAnchor):
         must not define the round's coordinates.
         """
         others = self.others
-        symmetry = self.plan.symmetry
         exchange = self.exchange
         if not others.needs_all:
             return held
@@ -197,7 +198,9 @@ class FromOtherBases(ToAnchor):
         near = list[Update]()
         for update in held:
             with self.record.dropping(update.client):
-                other = in_other_basis(update.tensors, self.broadcast, symmetry)
+                other = in_other_basis(
+                    update.tensors, self.broadcast, self.plan.symmetry
+                )
                 self._check(update.tensors, with_activations=other)
                 updates.append(update)
                 (far if other else near).append(update)
@@ -220,8 +223,7 @@ class FromOtherBases(ToAnchor):
         these with the largest weight. If the broadcast model cannot be matched, it is
         the one with the largest weight among the other updates.
         """
-        options = self.others.options
-        if "residual" not in options.parts or not far:
+        if "residual" not in self.others.options.parts or not far:
             return self.broadcast
         if len(far) > len(near):
             why = f"{len(far)} of {len(far) + len(near)} replies come from other bases"
@@ -250,15 +252,14 @@ class FromOtherBases(ToAnchor):
         self, updates: Sequence[Update], exchange: ClientRequests
     ) -> Found:
         """Return the alignments that clients found for their own updates."""
-        base = self._base
         asked = [
             update
             for update in updates
-            if in_other_basis(update.tensors, base, self._symmetry)
+            if in_other_basis(update.tensors, self._base, self._symmetry)
         ]
         requests = [
             request(
-                base,
+                self._base,
                 update.tensors,
                 exchange.config,
                 update.question.node,

@@ -212,8 +212,13 @@ class RoundRecord:
             len(self.failed),
             removed,
         )
-        about = {"accepted": self.accepted, "other_basis": self.other_basis}
-        conclusion = verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
+        conclusion = verdict.verdict(
+            reports,
+            accepted=self.accepted,
+            aligned=aligned,
+            other_basis=self.other_basis,
+            lost=self.lost,
+        )
         if self.sentence and not self.lost:
             conclusion = self.sentence
         log(INFO, "Round %d: %s", self.number, conclusion)
@@ -233,11 +238,10 @@ class RoundRecord:
             for client, report in self.reports
             for row in report.rows()
         ]
-        dropped = [
-            {"client": client, "dropped": reason} for client, reason in self.dropped
-        ]
-        failed = [
-            {"client": client, "failed": reason} for client, reason in self.failed
+        lost = [
+            {"client": client, kind: reason}
+            for kind, replies in (("dropped", self.dropped), ("failed", self.failed))
+            for client, reason in replies
         ]
         notes = [
             {"tensor": tensor, "note": note} for tensor, note in self.notes.items()
@@ -249,5 +253,5 @@ class RoundRecord:
             of_round.append({"said": self.sentence, **self.measured})
         if self.guard:
             of_round.append(self.guard)
-        rows = [*aligned, *dropped, *failed, *notes, *of_round, *self.origins]
+        rows = [*aligned, *lost, *notes, *of_round, *self.origins]
         return [{"round": self.number, **row} for row in rows]

@@ -247,8 +247,9 @@ def header(name: str, array: Array) -> Header:
     expected = prod(shape) * stored.itemsize
     if size != expected:
         raise _unreadable(name, f"has {size} bytes of values instead of {expected}")
-    dtype = torch.bfloat16 if bits else _TORCH[stored]
-    return Header(shape, dtype, stored, fortran, start)
+    return Header(
+        shape, torch.bfloat16 if bits else _TORCH[stored], stored, fortran, start
+    )
 
 
 # A model's arrays have few headers, and Python's parser is slow.
@@ -275,7 +276,9 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
     They share the tensor's memory if possible.
     """
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    values = tensor.detach().cpu().contiguous()
+    # Of a single value, ``reshape`` keeps a stride that ``view`` refuses.
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
 
 
 class _Unlocked:

@@ -337,7 +337,7 @@ def read_weight(content: RecordDict, weighted_by_key: str, zero: bool = False) -
             f"{', '.join(metrics) or 'nothing'}). Send this metric, or name another "
             "one as weight of the clients: weighted_by_key=..."
         )
-    weight = metrics[weighted_by_key]
+    weight = metrics.get(weighted_by_key)
     is_number = isinstance(weight, (int, float))
     smallest = 0.0 if zero and weight == 0 else SMALLEST_WEIGHT
     if not is_number or not smallest <= weight <= LARGEST_WEIGHT:

@@ -168,11 +168,13 @@ class Exchange:
         totals = Totals(self._training, largest)
 
         def read(node: int, content: RecordDict) -> None:
-            sums = read_sums(content, (outputs, inputs), clients.problem_type)
-            totals.add(node, sums)
+            totals.add(
+                node, read_sums(content, (outputs, inputs), clients.problem_type)
+            )
 
-        keep = (self._old, *bodies)
-        answers = clients.ask_about([body], self._training, SUM, read, keep=keep)
+        answers = clients.ask_about(
+            [body], self._training, SUM, read, keep=(self._old, *bodies)
+        )
         sent = {node: totals.group[node] for node in answers}
         self._group |= sent
         groups = totals.groups()

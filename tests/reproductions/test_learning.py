@@ -5,15 +5,13 @@ the true ones.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fedrot
 from fedrot.alignment import learning
-from fedrot.alignment.learning import Learnable, Learned, learn_alignment, loss_of
+from fedrot.alignment.learning import Learnable, learn_alignment, loss_of
 from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Move, Slice, Slot
 from reproductions.learning import HeadLinear, LearningOptions, SoftPermutation
@@ -23,7 +21,6 @@ from tests.models import (
     FEW,
     HEADS,
     VOCABULARY,
-    State,
     fresh_model,
     largest_difference,
     logits,
@@ -33,16 +30,15 @@ from tests.models import (
 
 NAME = "bert-classifier"
 ALL = ("attention", "ffn", "residual")
-Batch = dict[str, Tensor]
 
 
-def _model(tensors: State, name: str = NAME) -> Any:
+def _model(tensors, name=NAME):
     model = fresh_model(name)
     model.load_state_dict(tensors)
     return model.eval()
 
 
-def _batches(name: str = NAME, count: int = 2, labels: Any = None) -> list[Batch]:
+def _batches(name=NAME, count=2, labels=None):
     """Return labelled batches; a classifier's labels are what this model answers."""
     found = []
     for seed in range(count):
@@ -57,9 +53,7 @@ def _batches(name: str = NAME, count: int = 2, labels: Any = None) -> list[Batch
     return found
 
 
-def _learn(
-    anchor: State, update: State, name: str = NAME, batches: Any = None, **settings: Any
-) -> Learned:
+def _learn(anchor, update, name=NAME, batches=None, **settings):
     start = settings.pop("start", None)
     options = LearningOptions(**{"steps": 5, **settings})
     loss = loss_of(_model(anchor, name))
@@ -69,7 +63,7 @@ def _learn(
     )
 
 
-def _in_gl(state: State, seed: int, spread: float = 1.0) -> State:
+def _in_gl(state, seed, spread=1.0):
     """Return the same function after a random element of GL(d_h) in every head."""
     out = dict(state)
     for group in symmetry_for(NAME).select(("attention",)):
@@ -227,7 +221,7 @@ def test_a_permutation_acts_hard_and_learns_softly():
     towards = torch.randn(6, 6, generator=seeded(2), dtype=torch.float64)
     (gradient,) = torch.autograd.grad((hard * towards).sum(), scores)
 
-    def soft(p: Tensor) -> Tensor:
+    def soft(p):
         """The oracle: rows and columns are divided by their sums in turn."""
         out = (p / options.temperature).exp()
         for _ in range(10):

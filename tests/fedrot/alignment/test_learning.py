@@ -4,8 +4,6 @@ elements.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,7 +12,6 @@ from fedrot.alignment.learning import LearningOptions, learn_alignment, loss_of
 from tests.fedrot.oracles import gap, seeded
 from tests.models import (
     VOCABULARY,
-    State,
     fresh_model,
     largest_difference,
     logits,
@@ -25,7 +22,7 @@ from tests.models import (
 NAME = "bert-classifier"
 
 
-def _batches(count: int = 2) -> list[State]:
+def _batches(count=2):
     found = []
     for seed in range(count):
         drawn = seeded(seed)
@@ -37,7 +34,7 @@ def _batches(count: int = 2) -> list[State]:
     return found
 
 
-def _learn(batches: Any = None, factor: float = 1.0, **given: Any) -> Any:
+def _learn(batches=None, factor=1.0, **given):
     """Return what is learned of two unrelated models, and the start; a factor spoils
     the anchor.
     """

@@ -4,7 +4,6 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -24,8 +23,6 @@ from tests.strategies.fitting.feature_clients import (
     CLASSES,
     OLD,
     WIDTH,
-    Answer,
-    Lie,
     accuracy,
     client,
     drawn,
@@ -40,7 +37,7 @@ TURNED = [1, 2, 0]
 EYE = torch.eye(WIDTH, dtype=torch.float64)
 
 
-def of_points(points: Tensor, counts: Tensor, spread: float = 1e-9) -> Sums:
+def of_points(points, counts, spread=1e-9):
     """Return the sums of rows that all lie at one point of their class."""
     gram = points.mT @ (points * counts[:, None]) + spread * counts.sum() * EYE
     return {"counts": counts, "sums": points * counts[:, None], "gram": gram}
@@ -81,12 +78,12 @@ SPOILT = {
 }
 
 
-def prefers(head: int) -> Callable[[dict[str, Tensor]], None]:
+def prefers(head):
     """Return a lie by which one head, or the last, is perfect, and the others are
     absurd.
     """
 
-    def spoil(losses: dict[str, Tensor]) -> None:
+    def spoil(losses):
         losses["losses"][:] = 1e6 * losses["counts"][0]
         losses["losses"][min(head, len(losses["losses"]) - 1)] = 0.0
         losses["squares"].zero_()
@@ -94,7 +91,7 @@ def prefers(head: int) -> Callable[[dict[str, Tensor]], None]:
     return spoil
 
 
-def inverted(losses: dict[str, Tensor]) -> None:
+def inverted(losses):
     losses["losses"][:] = (
         losses["losses"].amax(0) - losses["losses"] + losses["losses"].amin(0)
     )
@@ -114,8 +111,8 @@ VOTES = {
 }
 
 
-def lie(spoilt: str, votes: str, factor: float) -> Lie:
-    def edit(answer: Answer) -> None:
+def lie(spoilt, votes, factor):
+    def edit(answer):
         if ROWS in answer:
             answer[ROWS]["training"] = int(answer[ROWS]["training"] * factor)
         if SUMS in answer:
@@ -139,7 +136,7 @@ def test_a_quarter_of_liars_costs_little_accuracy(sizes):
     """At changing places; accuracy falls by .03 at most."""
     count, liars, step = sizes
 
-    def played(at: set[int], told: Lie | None) -> float:
+    def played(at, told):
         lies = [told if seed in at else None for seed in range(count)]
         return accuracy(
             fitted(

@@ -109,9 +109,9 @@ def accepted(result):
     ]
 
 
-#: All templates over FedRot, and those over another strategy that do not replace its
-#: messages.
-BASES = [(FedAvg, FedRot, template) for template in TEMPLATES] + [
+#: All templates and models of clients' own over FedRot, and over another strategy the
+#: templates that do not replace its messages.
+BASES = [(FedAvg, FedRot, template) for template in (*TEMPLATES, "personal")] + [
     (FedAdagrad, in_front_of(FedAdagrad), template)
     for template in TEMPLATES
     if "messages" not in template
@@ -129,7 +129,7 @@ WITH_ALIGNMENT = (
 def test_without_alignment_a_template_sends_sees_and_ends_as_over_flowers_strategy(
     flowers, ours, template
 ):
-    build = TEMPLATES[template]
+    build = TEMPLATES.get(template, personal)
     theirs, sent, seen = played(build(flowers)())
     result, our_sent, our_seen = played(build(ours)(alignment=None))
     assert our_sent == sent
@@ -263,13 +263,6 @@ def personal(base):
 def test_what_cannot_work_says_what_to_call(strategy):
     with pytest.raises(FedrotError, match="configure_train"):
         played(strategy())
-
-
-def test_models_of_the_clients_own_are_fedavgs_without_alignment():
-    result, sent, _ = played(personal(FedRot)(alignment=None))
-    expected, flowers, _ = played(personal(FedAvg)())
-    assert sent == flowers
-    assert ends(result) == ends(expected)
 
 
 def fails_until(number):

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -15,7 +14,7 @@ import fedrot
 from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
 from tests.families import config_of, model_of, state_of, symmetry_for
 from tests.models import near, with_separate_tables
-from tests.strategies.fakes import aggregated, grid_of, node_of, tensors_of
+from tests.strategies.fakes import aggregated, broadcast, grid_of, node_of, tensors_of
 
 WHOLE = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL)
 STREAM = replace(WHOLE, canonical=True)
@@ -167,9 +166,7 @@ def test_by_default_the_stream_is_rotated_where_it_can_be(
     others, config, base, more, rotates
 ):
     strategy = FedRot(config, other_basis=others, **more)
-    strategy.configure_train(
-        1, ArrayRecord(base), ConfigRecord(), grid_of([silent] * 2)
-    )
+    broadcast(strategy, base, grid_of([silent] * 2))
     assert strategy.other_bases is not None
     assert strategy.other_bases.rotates is rotates
     if config is not TIED and others.model:
@@ -191,6 +188,4 @@ def test_tied_tables_and_post_norm_models_are_refused_before_clients_train(
     if config:
         strategy.symmetry = fedrot.symmetry_of(TIED, base)
     with pytest.raises(fedrot.SymmetryError, match=word):
-        strategy.configure_train(
-            1, ArrayRecord(base), ConfigRecord(), grid_of([silent] * 2)
-        )
+        broadcast(strategy, base, grid_of([silent] * 2))

@@ -42,6 +42,10 @@ def same(one, other):
     return parts(one) == parts(other)
 
 
+def newest_in(folder):
+    return round_of(Checkpointing(folder).newest())
+
+
 # Arrays
 
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -175,7 +179,7 @@ def test_the_metrics_of_a_round_are_written_once_and_only_added(tmp_path):
     folder = save(tmp_path, 4)
     assert (tmp_path / LINES).read_text() == "".join(growth[:4])
     shutil.rmtree(folder)
-    assert round_of(Checkpointing(tmp_path).newest()) == 3
+    assert newest_in(tmp_path) == 3
 
 
 # Values
@@ -261,7 +265,7 @@ def test_the_last_ones_stay(tmp_path):
         assert Checkpointing(tmp_path).rounds() == [
             n for n in (number - 1, number) if n
         ]
-        assert round_of(Checkpointing(tmp_path).newest()) == number
+        assert newest_in(tmp_path) == number
     names = [".lock", LINES, "round-000003", "round-000004"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
     assert sorted(p.name for p in (tmp_path / "round-000004").iterdir()) == sorted(
@@ -334,11 +338,11 @@ def test_a_damaged_one_is_reported_and_the_one_before_it_used(
 ):
     for number in (1, 2, 3):
         save(tmp_path, number)
-    assert round_of(Checkpointing(tmp_path).newest()) == 3
+    assert newest_in(tmp_path) == 3
     assert warnings() == ""
     damage(tmp_path / name)
     if newest:
-        assert round_of(Checkpointing(tmp_path).newest()) == newest
+        assert newest_in(tmp_path) == newest
     else:
         with pytest.raises(FedrotError, match=f"no usable checkpoint in '{tmp_path}'"):
             Checkpointing(tmp_path).newest()
@@ -361,7 +365,7 @@ def test_a_damaged_one_is_written_anew_and_never_counts_as_kept(tmp_path):
         _truncated(tmp_path / f"round-{number:06d}" / "model.safetensors")
     for number in (5, 6):
         save(tmp_path, number, keep=1)
-        assert round_of(Checkpointing(tmp_path).newest()) == number
+        assert newest_in(tmp_path) == number
     assert Checkpointing(tmp_path).rounds() == [6]
 
 
@@ -424,7 +428,7 @@ def test_something_else_under_a_name_of_ours_is_an_error_at_the_start_and_stays(
     assert (tmp_path / "folder" / "inside").read_text() == "precious"
     assert not (tmp_path / "missing").exists()
     (folder / name).lstat()
-    assert round_of(Checkpointing(folder).newest()) == 1
+    assert newest_in(folder) == 1
 
 
 def test_other_names_are_left_alone(tmp_path):
@@ -445,7 +449,7 @@ def test_a_link_in_place_of_the_metrics_is_replaced_and_not_followed(
     (tmp_path / LINES).symlink_to(tmp_path / "precious")
     save(tmp_path, 1)
     assert (tmp_path / "precious").read_text() == "precious"
-    assert round_of(Checkpointing(tmp_path).newest()) == 1
+    assert newest_in(tmp_path) == 1
 
 
 # Two writers
@@ -535,9 +539,9 @@ def test_a_write_that_fails_ends_the_run_and_leaves_the_others_whole(
             Checkpointing(tmp_path).save(2, result_of(2), run_state())
     names = [".lock", LINES, "round-000001"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
-    assert round_of(Checkpointing(tmp_path).newest()) == 1
+    assert newest_in(tmp_path) == 1
     save(tmp_path, 2)
-    assert round_of(Checkpointing(tmp_path).newest()) == 2
+    assert newest_in(tmp_path) == 2
 
 
 @pytest.fixture

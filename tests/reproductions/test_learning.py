@@ -15,12 +15,12 @@ from fedrot.alignment.learning import Learnable, learn_alignment, loss_of
 from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Move, Slice, Slot
 from reproductions.learning import HeadLinear, LearningOptions, SoftPermutation
+from tests.fedrot.alignment.test_learning import batches_of
 from tests.fedrot.oracles import along, dense, seeded
 from tests.models import (
     DIM,
     FEW,
     HEADS,
-    VOCABULARY,
     fresh_model,
     largest_difference,
     logits,
@@ -38,26 +38,11 @@ def _model(tensors, name=NAME):
     return model.eval()
 
 
-def _batches(name=NAME, count=2, labels=None):
-    """Return labelled batches; a classifier's labels are what this model answers."""
-    found = []
-    for seed in range(count):
-        ids = torch.randint(4, VOCABULARY, (16, 7), generator=seeded(seed))
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        shape = ids.shape if name.endswith("mlm") else ids.shape[:1]
-        batch["labels"] = torch.randint(3, shape, generator=seeded(9 + seed))
-        if labels is not None:
-            with torch.no_grad():
-                batch["labels"] = labels(**batch).logits.argmax(-1)
-        found.append(batch)
-    return found
-
-
 def _learn(anchor, update, name=NAME, batches=None, **settings):
     start = settings.pop("start", None)
     options = LearningOptions(**{"steps": 5, **settings})
     loss = loss_of(_model(anchor, name))
-    given = _batches(name) if batches is None else batches
+    given = batches_of(name) if batches is None else batches
     return learn_alignment(
         loss, given, update, anchor, symmetry_for(name), start, options
     )
@@ -112,7 +97,7 @@ def test_the_loss_of_the_average_falls_where_rotations_cannot_help():
     anchor = state_of(NAME)
     update = _in_gl(anchor, 1)
     assert (logits(NAME, update) - logits(NAME, anchor)).abs().max() <= 1e-8
-    batches = _batches(count=1, labels=_model(anchor))
+    batches = batches_of(count=1, labels=_model(anchor))
     losses = []
     for general in (True, False):
         options = {"batches": batches, "steps": 50, "lr": 3e-2, "general": general}
@@ -155,7 +140,7 @@ def test_rotations_are_learned_as_fedrot_learns_them():
     anchor = state_of(NAME)
     update = state_of(NAME, 4)
     start = fedrot.align(update, anchor, symmetry)
-    given = (loss_of(_model(anchor)), _batches(), update, anchor, symmetry, start)
+    given = (loss_of(_model(anchor)), batches_of(), update, anchor, symmetry, start)
     ours = learning.learn_alignment(
         *given, learning.LearningOptions(("attention",), steps=4)
     )

@@ -204,11 +204,9 @@ def test_precision_and_checkpoints_of_gradients_pass_through(tmp_path):
         loaded(**batch_of(), labels=torch.tensor([0, 1, 1])).loss.backward()
         gradients.append([p.grad.clone() for p in loaded.parameters()])
     torch.testing.assert_close(gradients[0], gradients[1])
-    assert any(module.gradient_checkpointing for module in _with_checkpoints(loaded))
-
-
-def _with_checkpoints(model):
-    return [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+    assert any(
+        getattr(module, "gradient_checkpointing", False) for module in loaded.modules()
+    )
 
 
 @pytest.mark.parametrize(
@@ -306,6 +304,10 @@ def test_no_layer_of_the_encoder_is_ever_random(tmp_path):
         PooledClassifier.from_encoder(folder)
 
 
+def process_of(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
 #: Loads a folder in every way, with the import or without it.
 SERVE = """
 import sys
@@ -331,9 +333,7 @@ def test_a_saved_folder_is_served_in_another_process_or_refused(imports, tmp_pat
     model.save_pretrained(tmp_path)
     tokenizer(tmp_path)
     code = SERVE.format(imports=imports, folder=str(tmp_path))
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True
-    )
+    result = process_of(code)
     assert (result.returncode == 0) == imports, result.stderr
     if not imports:
         assert "fedrot_pooled_classifier" in result.stderr
@@ -352,8 +352,6 @@ def test_only_the_name_imports_transformers():
         "import sys, fedrot.strategies as s; assert 'transformers' not in sys.modules; "
         "s.PooledClassifier; assert 'transformers' in sys.modules; s.wrong"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True
-    )
+    result = process_of(code)
     assert "AttributeError" in result.stderr, result.stderr
     assert "wrong" in result.stderr

@@ -284,11 +284,16 @@ def _one_sign(n):
     return element
 
 
-@outside(*(name for name in MEMBERS if name not in traits.GATED))
-def neurons_without_a_gate_have_no_sign(name):
-    for group in _groups(name, lambda g: g.part == "ffn"):
+def _one_signed(name, groups):
+    """Change one sign in each of the groups."""
+    for group in groups:
         signed = _with(group, SignedPermutation(group.action.units))
         yield _change(name, Move(signed, _one_sign(group.action.units))), True
+
+
+@outside(*(name for name in MEMBERS if name not in traits.GATED))
+def neurons_without_a_gate_have_no_sign(name):
+    return _one_signed(name, _groups(name, lambda g: g.part == "ffn"))
 
 
 # The residual stream
@@ -306,9 +311,7 @@ def _normed_streams(name):
 
 @outside(*traits.LAYERNORM)
 def layer_norm_allows_no_sign_of_one_coordinate(name):
-    for group in _normed_streams(name):
-        signed = _with(group, SignedPermutation(group.action.units))
-        yield _change(name, Move(signed, _one_sign(group.action.units))), True
+    return _one_signed(name, _normed_streams(name))
 
 
 def _turned(group):

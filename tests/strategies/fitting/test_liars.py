@@ -126,6 +126,13 @@ def lie(spoilt, votes, factor):
     return edit
 
 
+def with_a_liar(spoilt, place, count):
+    """Return clients; the one at a place lies about its sums."""
+    clients = [client(seed) for seed in range(count)]
+    clients[place] = client(place, lie=lie(spoilt, "honest", 1))
+    return clients
+
+
 CASES = [*product(SPOILT, VOTES, (1, 10, 10**6))]
 
 
@@ -158,8 +165,7 @@ def test_sums_that_are_left_out_are_named_and_those_of_trusted_sites_stay(
     trusted, warnings
 ):
     """The oracle of trusted sites is the head that is fitted to all sums, as sent."""
-    turned = lie("labels turned", "honest", 1)
-    clients = [client(seed, lie=turned if seed == 4 else None) for seed in range(9)]
+    clients = with_a_liar("labels turned", 4, 9)
     found = fitted(clients, trusted=trusted)
     assert found.fitted
     # Eight groups: the first and the last of nine clients share one.
@@ -176,8 +182,7 @@ def test_sums_that_are_left_out_are_named_and_those_of_trusted_sites_stay(
 
 
 def test_rounds_pass_on_that_sites_trust_each_other(warnings):
-    turned = lie("labels turned", "honest", 1)
-    clients = [client(seed, lie=turned if seed == 4 else None) for seed in range(9)]
+    clients = with_a_liar("labels turned", 4, 9)
     for trusted in (True, False):
         assert "left out" not in warnings()
         strategy = FedRot(
@@ -188,8 +193,7 @@ def test_rounds_pass_on_that_sites_trust_each_other(warnings):
 
 
 def test_groups_with_large_features_are_named(warnings):
-    huge = lie("huge features", "honest", 1)
-    fitted([client(seed, lie=huge if seed == 2 else None) for seed in range(5)])
+    fitted(with_a_liar("huge features", 2, 5))
     assert "left out are the sums of clients 102: their features" in warnings()
 
 

@@ -67,6 +67,10 @@ def merged_by(strategy, sent, nodes):
     return [*Noting.kept]
 
 
+def of_three():
+    return [trained(seed) for seed in (1, 2, 3)]
+
+
 def random_rotations(*seeds):
     """Return the groups of rotations, and for each seed an element of each of them."""
     groups = [
@@ -81,7 +85,7 @@ def random_rotations(*seeds):
 
 
 def test_learning_together_lowers_the_loss_of_the_mean():
-    sent = [trained(seed) for seed in (1, 2, 3)]
+    sent = of_three()
     nodes = [node(seed, learning=LearningOptions(steps=15)) for seed in (1, 2, 3)]
     losses = {}
     for passes in (0, 2):
@@ -94,7 +98,7 @@ def test_learning_together_lowers_the_loss_of_the_mean():
 
 
 def test_every_client_receives_its_own_model_and_the_mean_of_the_others():
-    sent = [trained(seed) for seed in (1, 2, 3)]
+    sent = of_three()
     asked = []
     # Without steps nobody moves: the second pass asks what the first has asked.
     nodes = [node(seed, asked, LearningOptions(steps=0)) for seed in (1, 2, 3)]
@@ -157,7 +161,7 @@ def test_clients_learn_the_stream_where_it_is_rotated_and_updates_keep_their_fun
 
 
 def test_clients_that_fail_keep_their_alignment(warnings):
-    sent = [trained(seed) for seed in (1, 2, 3)]
+    sent = of_three()
     result, _ = aggregated(FedRot(CONFIG, other_basis=PASSES), trained(0), sent)
     matched = OtherBasis(options=PASSES.options)
     expected, _ = aggregated(FedRot(CONFIG, other_basis=matched), trained(0), sent)
@@ -194,7 +198,7 @@ def test_an_answer_in_float32_ends_no_round():
     others = OtherBasis(
         options=fedrot.AlignmentOptions(("residual", "attention")), learning_passes=1
     )
-    sent = [trained(seed) for seed in (1, 2, 3)]
+    sent = of_three()
     result, metrics = aggregated(
         FedRot(CONFIG, other_basis=others), trained(0), sent, nodes=[answer] * 3
     )

@@ -90,8 +90,11 @@ class Exchange:
             try:
                 fitted[share] = self._fitted(like, total_without((), sums[share]))
             except FedrotError as error:
-                fitted[share] = [like]
-                reason = str(error)
+                # The first body is compared with its own head, since it may have a
+                # fitted one without some groups. Another body is no candidate.
+                if not fitted:
+                    fitted[share] = [like]
+                    reason = str(error)
         first, *others = fitted.values()
         reference = reference_among(first)
         groups = next(iter(sums.values()))

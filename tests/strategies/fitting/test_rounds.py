@@ -14,6 +14,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 import fedrot
+from fedrot.errors import UpdateError
 from fedrot.lora import AdapterOptions, adapter_tensors, load_adapter
 from fedrot.strategies import (
     Checkpointing,
@@ -23,8 +24,10 @@ from fedrot.strategies import (
     Server,
     fit_task_head,
 )
+from fedrot.strategies.fitting import exchange
 from fedrot.strategies.wire.arrays import TIED, from_arrays, to_arrays
 from fedrot.strategies.wire.fitting_messages import EVALUATE, LACKS, MODEL, STAGE, SUM
+from fedrot.task_head.choice import choose
 from tests.models import near
 from tests.strategies import toy
 from tests.strategies.fakes import (
@@ -143,6 +146,27 @@ def test_the_best_of_old_new_and_half_way_is_taken(case, tmp_path):
         f"* `{name}`: " in page for name in metrics if name.startswith("fedrot-head")
     )
     assert metrics["fedrot-head-loss"] == pytest.approx(loss(last, 3), rel=1e-5)
+
+
+def test_a_body_half_way_without_a_fitted_head_is_no_candidate(monkeypatch):
+    fit = exchange.with_fitted_task_heads
+
+    def refused(like, *how):
+        if like.share == 0.5:
+            raise UpdateError("no head for this body")
+        return fit(like, *how)
+
+    compared = []
+
+    def noted(votes, old, candidates):
+        compared.extend(candidates)
+        return choose(votes, old, candidates)
+
+    monkeypatch.setattr(exchange, "with_fitted_task_heads", refused)
+    monkeypatch.setattr(exchange, "choose", noted)
+    run(clients(lambda body: 2.0, count=3), 1)
+    assert {candidate.share for candidate in compared} == {1.0}
+    assert all(candidate.fitted for candidate in compared)
 
 
 def test_the_error_is_the_standard_error_of_the_differences_of_rows():

@@ -128,8 +128,7 @@ def shallow(data: bytes) -> bytes:
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     steps = np.frombuffer(unescaped.translate(_STEPS, _NO_MARKS), np.int8)
     in_text = np.logical_xor.accumulate(steps == 0)
-    depths = (steps * ~in_text).cumsum(dtype=np.int32)
-    if depths.max(initial=0) > DEEPEST:
+    if (steps * ~in_text).cumsum(dtype=np.int32).max(initial=0) > DEEPEST:
         raise ValueError(f"it is nested more than {DEEPEST} levels deep")
     return data
 

@@ -80,8 +80,9 @@ def output_change(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(_NOISE * noise.to(parameter))
+            parameter.add_(
+                _NOISE * torch.randn(parameter.shape, generator=generator).to(parameter)
+            )
     if batch is None:
         # Classifiers on decoders accept one text at a time if the configuration has no
         # padding token.
@@ -96,8 +97,9 @@ def output_change(
     moves = [Move(group, _drawn(group, generator)) for group in symmetry.select(parts)]
 
     def change(selected: Selection) -> float:
-        applied = (move for move in moves if selected(move.group))
-        model.load_state_dict(apply_moves(state, applied))
+        model.load_state_dict(
+            apply_moves(state, (move for move in moves if selected(move.group)))
+        )
         changes = []
         for after, old in zip(_outputs(model, inputs), before, strict=True):
             size = old.abs().max().clamp_min(1e-30)

@@ -63,8 +63,7 @@ class AlignmentOptions:
             raise FedrotError(
                 f"parts is the string '{parts}'; write parts={known}, or parts='whole'."
             )
-        chosen = WHOLE_MODEL if whole else tuple(self.parts)
-        object.__setattr__(self, "parts", chosen)
+        object.__setattr__(self, "parts", WHOLE_MODEL if whole else tuple(self.parts))
         for part in self.parts:
             if part not in PARTS:
                 raise FedrotError(

@@ -24,9 +24,6 @@ MIXED = ("heads", "ffn")
 
 #: Sinkhorn's iterations stop at this number, or at this error of the plan's sums.
 _ITERATIONS, _TOLERANCE = 2000, 1e-7
-#: With less regularisation, Sinkhorn computes in logarithms, ten times slower: exp(-1 /
-#: regularisation) and its inverse must be in the range of float64.
-_SAFE = 1 / 300
 
 
 @register_aggregation(
@@ -153,15 +150,22 @@ class OptimalTransport(Mean):
         if self.regularisation == 0:
             plan = pot.emd(even, even, cost.numpy())
         else:
-            limits: dict[str, Any] = {"numItermax": _ITERATIONS, "stopThr": _TOLERANCE}
-            limits["method"] = (
-                "sinkhorn" if self.regularisation >= _SAFE else "sinkhorn_log"
+            plan, log = pot.sinkhorn(
+                even,
+                even,
+                cost.numpy(),
+                self.regularisation,
+                # In logarithms: exp(-1 / regularisation) may leave float64's range.
+                method="sinkhorn_log",
+                numItermax=_ITERATIONS,
+                stopThr=_TOLERANCE,
+                log=True,
+                warn=False,
             )
-            given = (even, even, cost.numpy(), self.regularisation)
-            plan, log = pot.sinkhorn(*given, log=True, warn=False, **limits)
-            if log["err"][-1] > _TOLERANCE:
+            error = log["err"][-1]
+            if error > _TOLERANCE:
                 self.notes[group.name] = (
-                    f"the sums of the transport plan are wrong by {log['err'][-1]:.1g} "
+                    f"the sums of the transport plan are wrong by {error:.1g} "
                     f"after {_ITERATIONS} iterations; more regularisation converges "
                     "faster"
                 )

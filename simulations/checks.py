@@ -274,6 +274,8 @@ def estimate(
     noun = "processes" if places > 1 else "process"
     where = f"in {places} {noun}"
     if machine.ray:
+        # The load of this machine is not that of a cluster.
+        load = 1.0
         places = 1
         where = f"of one core, {jobs} jobs"
     seconds = (seconds * longer(jobs, places) / places + starts) * load

@@ -43,9 +43,10 @@ Row: TypeAlias = dict[str, Any]
 _CONFIG = {"commands": list, "versions": dict, "experiments": dict}
 #: Folder of shared trainings of running jobs, in a run folder.
 TRAININGS = "trainings"
-#: What a run writes in its folder, beside an empty file as a lock.
+#: What a run writes in its folder, beside ``LOCK``.
 WRITTEN = {"cells", "config.json", "report.html", "rows.csv", TRAININGS}
 FIELDS = ("experiment", "strategy", "seed", "round", "scope", "metric", "value")
+LOCK = ".fedrot-lock"
 #: Fields of an experiment that later commands may add to, and what a conflict means.
 _GROWING = {
     "seeds": "other rows of a client: the data have changed",
@@ -218,14 +219,10 @@ def config_in(path: Path) -> Row:
     if all(isinstance(config.get(name), kind) for name, kind in _CONFIG.items()):
         return config
     names = WRITTEN.intersection(os.listdir(path) if path.exists() else ())
-    lock = path / ".lock"
-    if lock.exists() and lock.stat().st_size:
-        names.add(lock.name)
     if names:
-        listed = ", ".join(sorted(names))
         raise FileExistsError(
-            f"The folder '{path}' has {listed}, which no run of fedrot wrote "
-            "and results would replace. Choose another --out."
+            f"The folder '{path}' has {', '.join(sorted(names))}, which no run of "
+            "fedrot wrote and results would replace. Choose another --out."
         )
     return {name: kind() for name, kind in _CONFIG.items()}
 
@@ -340,11 +337,11 @@ def only_writer(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     refuse_links(folder)
     try:
-        with FileLock(folder / ".lock", timeout=0):
+        with FileLock(folder / LOCK, timeout=0):
             try:
                 yield
             finally:
-                (folder / ".lock").unlink(missing_ok=True)
+                (folder / LOCK).unlink(missing_ok=True)
     except Timeout as error:
         raise FedrotError(
             f"Another run is writing to '{folder}'. Wait until it ends, or choose "

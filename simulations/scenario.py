@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,14 +18,14 @@ def names_in(text: str, is_name: Callable[[str], bool] = lambda _: False) -> lis
 
     Names that ``is_name`` knows may have commas; the longest is taken.
     """
-    names = []
-    rest = f"{text},"
-    while rest:
-        ends = [match.start() for match in re.finditer(",", rest)]
-        known = [end for end in ends if is_name(rest[:end].strip())]
-        end = max(known, default=ends[0])
-        names.append(rest[:end].strip())
-        rest = rest[end + 1 :]
+    names: list[str] = []
+    parts = text.split(",")
+    while parts:
+        size = len(parts)
+        while size > 1 and not is_name(",".join(parts[:size]).strip()):
+            size -= 1
+        names.append(",".join(parts[:size]).strip())
+        del parts[:size]
     return [*filter(None, names)]
 
 

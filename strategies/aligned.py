@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from logging import INFO
 from typing import Any
 
 from flwr.app import ArrayRecord
 from flwr.common import log
 
-from fedrot.aggregation import Aggregator, Mean
+from fedrot.aggregation import Mean
 from fedrot.alignment.anchors import check_anchor
 from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies import arguments
@@ -23,6 +22,7 @@ from fedrot.strategies.round.other_basis import (
     OtherBases,
 )
 from fedrot.strategies.round.record import RoundRecord
+from fedrot.strategies.round.update import Builder
 from fedrot.strategies.settings import OtherBasis
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors
@@ -63,11 +63,11 @@ class Aligned(ReplyStrategy):
     """
 
     #: Builds the aggregator of a round; None for the mean, see ``FedRot``.
-    aggregation: Callable[[], Aggregator] | None = None
+    aggregation: Builder | None = None
 
     def __init__(
         self,
-        model_config: Symmetry | Mapping[str, Any] | object | None = None,
+        model_config: arguments.Described | None = None,
         *args: Any,
         alignment: AlignmentOptions | None = DEFAULT_ALIGNMENT,
         other_basis: OtherBasis | None = None,
@@ -90,9 +90,8 @@ class Aligned(ReplyStrategy):
         if self.aligns and self.other_bases is not None:
             self.waits = self.waits or self.other_bases.needs_all
         if guard is not None:
-            aggregates = self.aggregation is not None
             self.comparison = comparison_of(
-                guard, alignment, other, aggregates=aggregates
+                guard, alignment, other, aggregates=self.aggregation is not None
             )
 
     def summary(self) -> None:
@@ -112,7 +111,7 @@ class Aligned(ReplyStrategy):
             )
         super().summary()
 
-    def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
+    def aggregator(self, server_round: int) -> Builder | None:
         """Return the function that builds a round's aggregator, see ``PlaysRounds``."""
         return Mean if self.aligns and self.wrapped_class in OF_THE_MEAN else None
 

@@ -19,10 +19,13 @@ from flwr.serverapp.strategy import (
 from torch import nn
 
 from fedrot.errors import FedrotError, SymmetryError
-from fedrot.strategies.wire.arrays import from_arrays
+from fedrot.strategies.wire.arrays import from_arrays, shapes_of
 from fedrot.strategies.wire.flower_compat import Evaluate, callers
 from fedrot.symmetry import Symmetry, check_family, symmetry_of
-from fedrot.tensors import Tensors
+from fedrot.tensors import Shapes, Tensors
+
+#: A model's symmetry, or the configuration from which it is built.
+Described = Symmetry | Mapping[str, Any] | object
 
 _UNQUOTED = ". (In pyproject.toml and --run-config, write numbers without quotes.)"
 
@@ -41,10 +44,9 @@ def check_functions(owner: object, *names: str) -> None:
     for name in names:
         function = getattr(owner, name)
         if isinstance(function, nn.Module) or not callable(function):
-            kind = type(function).__name__
-            of = type(owner).__name__
             raise FedrotError(
-                f"{name} of {of} is a {kind}; give a function, like {name}=lambda: ..."
+                f"{name} of {type(owner).__name__} is a {type(function).__name__}; "
+                f"give a function, like {name}=lambda: ..."
             )
 
 
@@ -123,11 +125,7 @@ def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
         tensors = from_arrays(arrays)
         symmetry = symmetry_of(described, tensors)
         return replace(symmetry, tied=symmetry.tied or _equal_tables(symmetry, tensors))
-    check_shapes(
-        described,
-        {name: tuple(array.shape) for name, array in arrays.items()},
-        "broadcast",
-    )
+    check_shapes(described, shapes_of(arrays), "broadcast")
     return described
 
 
@@ -145,9 +143,7 @@ def _equal_tables(symmetry: Symmetry, tensors: Tensors) -> tuple[tuple[str, ...]
     return tuple(pairs)
 
 
-def check_shapes(
-    symmetry: Symmetry, shapes: Mapping[str, tuple[int, ...]], origin: str
-) -> None:
+def check_shapes(symmetry: Symmetry, shapes: Shapes, origin: str) -> None:
     """Raise ``SymmetryError`` if shapes differ.
 
     ``origin`` is "broadcast" or "received".

@@ -91,7 +91,6 @@ class ReplyStrategy(PlaysRounds):
         super().__init__(*args, **kwargs)
         self.server = server or Server()
         self.reporting = reporting or Reporting()
-        self._reports = reporting is not None
         self._device = checked_device(self.server.device)
         self.waits = self.server.deterministic
         self.checkpoints = checkpoints
@@ -111,12 +110,19 @@ class ReplyStrategy(PlaysRounds):
         """Log what happens to replies, then the summary of the base strategy."""
         streams = self.aggregator(1) is not None and not self.waits
         how = "averaged as they arrive" if streams else "held until all have arrived"
-        order = ", sorted by their contents" if self.server.deterministic else ""
-        log(INFO, "\t├──> Replies: %s%s", how, order)
+        log(
+            INFO,
+            "\t├──> Replies: %s%s",
+            how,
+            ", sorted by their contents" if self.server.deterministic else "",
+        )
         if kinds := self.needs(1):
-            message = "\t├──> Statistics: every reply needs '%s'; clients call %s"
-            call = "fedrot.strategies.add_statistics(content, message, model, batches)"
-            log(INFO, message, "', '".join(kinds), call)
+            log(
+                INFO,
+                "\t├──> Statistics: every reply needs '%s'; clients call "
+                "fedrot.strategies.add_statistics(content, message, model, batches)",
+                "', '".join(kinds),
+            )
         super().summary()  # type: ignore[safe-super]
 
     def start(
@@ -153,13 +159,15 @@ class ReplyStrategy(PlaysRounds):
         self._sent = self._sent_to_evaluate = self._begun = None
         self._grid = lazy = grid if isinstance(grid, LazyGrid) else LazyGrid(grid)
         if self.checkpoints is None or not self.checkpoints.rounds():
-            config = train_config or ConfigRecord()
-            initial_arrays = self.prepared(lazy, initial_arrays, config)
+            initial_arrays = self.prepared(
+                lazy, initial_arrays, train_config or ConfigRecord()
+            )
         evaluating = evaluate_fn and arguments.read_evaluate(evaluate_fn)
         if self.comparison is not None:
-            merges = self.aggregator(1) is not None
-            evaluating = self.comparison.evaluating(evaluating, merges)
-        if evaluating is not None and self._reports:
+            evaluating = self.comparison.evaluating(
+                evaluating, self.aggregator(1) is not None
+            )
+        if evaluating is not None:
             evaluating = reporting_evaluations(self.reporting, evaluating)
         play_all: Callable[..., Result] = super().start
         if self.checkpoints is not None:
@@ -180,8 +188,9 @@ class ReplyStrategy(PlaysRounds):
         result.arrays = result.arrays or initial_arrays
         if empty := empty_rounds(self._verdicts):
             log(WARNING, empty)
-        rounds = result.train_metrics_clientapp
-        for line in run_lines(rounds, self._verdicts, self.reporting.rows_path):
+        for line in run_lines(
+            result.train_metrics_clientapp, self._verdicts, self.reporting.rows_path
+        ):
             log(INFO, line)
         return result
 
@@ -248,8 +257,9 @@ class ReplyStrategy(PlaysRounds):
         in_front = self._in_front
         # A subclass that overrides this method may read the replies itself.
         one_pass = replies if in_front else streamed(replies)
-        asked = Asked(sent, self._clients)
-        merge, moved_broadcast = self._played(one_pass, asked, record, in_front)
+        merge, moved_broadcast = self._played(
+            one_pass, Asked(sent, self._clients), record, in_front
+        )
         wrapped = Wrapped(
             strategy=self,
             wrapped_class=self.wrapped_class,
@@ -267,15 +277,17 @@ class ReplyStrategy(PlaysRounds):
             broadcast = from_arrays(self._broadcast)
             schema = self.schema(broadcast)
             after = None if arrays is None else from_arrays(arrays)
-            about = {**schema.settings, **schema.about(broadcast)}
-            record.add_hashes(broadcast, after, about)
+            record.add_hashes(
+                broadcast, after, {**schema.settings, **schema.about(broadcast)}
+            )
         if self.reporting.rows_path is not None:
             append_rows(self.reporting.rows_path, record.rows())
-        fits_head = self.fit_head is not False
-        self._verdicts[server_round] = record.log_end(self.aligns, fits_head)
+        self._verdicts[server_round] = record.log_end(
+            self.aligns, self.fit_head is not False
+        )
         if ours or metrics is not None:
             metrics = MetricRecord({**(metrics or {}), **ours})
-        self._report(server_round, TRAIN, metrics)
+        report_metrics(self.reporting, server_round, TRAIN, metrics)
         grid = self._grid
         record.check_start(tuple if grid is None else grid.get_node_ids)
         return arrays, metrics
@@ -291,12 +303,8 @@ class ReplyStrategy(PlaysRounds):
         if not readable:
             return None
         metrics = super().aggregate_evaluate(server_round, readable)  # type: ignore[safe-super]
-        self._report(server_round, EVALUATE, metrics)
+        report_metrics(self.reporting, server_round, EVALUATE, metrics)
         return metrics
-
-    def _report(self, number: int, stage: str, metrics: MetricRecord | None) -> None:
-        if metrics is not None and self._reports:
-            report_metrics(self.reporting, number, stage, metrics)
 
     # What a subclass may override
 
@@ -365,8 +373,9 @@ class ReplyStrategy(PlaysRounds):
         if not messages:
             return bool(self._broadcast)
         self.check_own_messages(messages)
-        record = getattr(self._weighting, "arrayrecord_key", None)
-        arrays = common_model(messages, record)
+        arrays = common_model(
+            messages, getattr(self._weighting, "arrayrecord_key", None)
+        )
         if arrays is not None:
             self._begin_round(server_round, arrays)
         return arrays is not None
@@ -378,25 +387,27 @@ class ReplyStrategy(PlaysRounds):
             or self.reporting.hashes
             or self.aggregator(server_round) is not None
         ):
-            name = type(self).__name__
             raise FedrotError(
                 f"The model that the clients received in round {server_round} is not "
-                f"known: {name} makes the messages itself, and these hold different "
-                "ArrayRecords, or it overrides start. Call "
+                f"known: {type(self).__name__} makes the messages itself, and these "
+                "hold different ArrayRecords, or it overrides start. Call "
                 "super().configure_train(server_round, arrays, config, grid) in its "
                 "configure_train, and change the messages that this call returns."
             )
         arrays, metrics = super().aggregate_train(server_round, replies)  # type: ignore[safe-super]
         self._verdicts[server_round] = NOBODY if arrays is None else OFF
-        self._report(server_round, TRAIN, metrics)
+        report_metrics(self.reporting, server_round, TRAIN, metrics)
         return arrays, metrics
 
     @property
     def _in_front(self) -> str:
         """The name of an overriding ``aggregate_train``; empty without an override."""
-        method = getattr(self.aggregate_train, "__func__", None)
-        if method is ReplyStrategy.aggregate_train:
+        if (
+            getattr(self.aggregate_train, "__func__", None)
+            is ReplyStrategy.aggregate_train
+        ):
             return ""
-        mro = type(self).__mro__
-        first = next(cls for cls in mro if "aggregate_train" in vars(cls))
+        first = next(
+            cls for cls in type(self).__mro__ if "aggregate_train" in vars(cls)
+        )
         return f"{first.__name__}.aggregate_train"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from logging import INFO
-from typing import Any
 
 from flwr.common import log
 from flwr.serverapp.strategy import FedAvg
@@ -14,11 +12,12 @@ from fedrot.collect.statistics import TRAINED, kind_named
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.aligned import DEFAULT_ALIGNMENT, Aligned
+from fedrot.strategies.arguments import Described
 from fedrot.strategies.fitting.rounds import FitsTaskHead
 from fedrot.strategies.round.guard import Guard
+from fedrot.strategies.round.update import Builder
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
 from fedrot.strategies.wire.flower_compat import MetricsFunction
-from fedrot.symmetry import Symmetry
 
 
 class FedRot(FitsTaskHead, Aligned, FedAvg):
@@ -61,7 +60,7 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
 
     def __init__(
         self,
-        model_config: Symmetry | Mapping[str, Any] | object | None = None,
+        model_config: Described | None = None,
         fraction_train: float = 1.0,
         fraction_evaluate: float = 1.0,
         min_train_nodes: int = 2,
@@ -73,7 +72,7 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
         train_metrics_aggr_fn: MetricsFunction | None = None,
         evaluate_metrics_aggr_fn: MetricsFunction | None = None,
         *,
-        aggregation: str | Callable[[], Aggregator] | None = None,
+        aggregation: str | Builder | None = None,
         alignment: AlignmentOptions | None = DEFAULT_ALIGNMENT,
         other_basis: OtherBasis | None = None,
         guard: str | Guard | None = None,
@@ -155,14 +154,14 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
         """Return the aggregation's kinds of statistics."""
         return self._kinds
 
-    def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
+    def aggregator(self, server_round: int) -> Builder | None:
         """Return the aggregation."""
         return self.aggregation or super().aggregator(server_round)
 
 
 def _builder(
-    aggregation: str | Callable[[], Aggregator] | None,
-) -> Callable[[], Aggregator] | None:
+    aggregation: str | Builder | None,
+) -> Builder | None:
     """Return the function that builds an aggregation, given it or a name."""
     if isinstance(aggregation, str):
         return aggregation_named(aggregation)

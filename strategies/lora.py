@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import Any
@@ -11,7 +11,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
-from torch import Tensor
 
 from fedrot.aggregation import Aggregator
 from fedrot.collect.statistics import Statistics
@@ -26,8 +25,9 @@ from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.fitting.rounds import FitsTaskHead
 from fedrot.strategies.round.inbox import Schema
 from fedrot.strategies.round.merge import OF_THE_MEAN
+from fedrot.strategies.round.update import Builder
 from fedrot.strategies.wire.arrays import from_arrays
-from fedrot.tensors import Shaped, Tensors, check_update
+from fedrot.tensors import Shaped, TensorDict, Tensors, check_update
 
 #: Metrics of a round: relative distances of the new adapter, and of the mean of the
 #: factors, to the mean of the products; and the relative error of the sum of products,
@@ -92,11 +92,10 @@ class AlignedLoRA(ReplyStrategy):
         super().__init__(*args, **kwargs)
         behind = self.wrapped_class
         if behind not in OF_THE_MEAN:
-            able = ", ".join(strategy.__name__ for strategy in OF_THE_MEAN)
             raise FedrotError(
                 f"{type(self).__name__} passes only the average on, but "
                 f"{behind.__name__} needs every update. Supported base strategies: "
-                f"{able}."
+                f"{', '.join(strategy.__name__ for strategy in OF_THE_MEAN)}."
             )
 
     def summary(self) -> None:
@@ -122,22 +121,24 @@ class AlignedLoRA(ReplyStrategy):
                 if ".base_layer." in name and not name.endswith(".bias")
             )
             if name := next(base, None):
-                message = (
+                log(
+                    WARNING,
                     "initial_arrays holds base weights ('%s'), which would be sent and "
                     "averaged in every round. Send only the adapter: "
-                    "fedrot.lora.adapter_tensors(model)."
+                    "fedrot.lora.adapter_tensors(model).",
+                    name,
                 )
-                log(WARNING, message, name)
         return super().configure_train(server_round, arrays, config, grid)
 
     def schema(self, broadcast: Tensors) -> Schema:
         """Return what a reply must hold: an adapter of at most the broadcast ranks."""
-        settings = adapter_record(self.settings)
         return AdapterSchema(
-            broadcast, self.adapters.averaging.any_rank, settings=settings
+            broadcast,
+            self.adapters.averaging.any_rank,
+            settings=adapter_record(self.settings),
         )
 
-    def aggregator(self, server_round: int) -> Callable[[], Aggregator]:
+    def aggregator(self, server_round: int) -> Builder:
         """Return the function that builds a round's average of adapters."""
         return lambda: AdapterMean(
             self.adapters.average(
@@ -181,11 +182,10 @@ class AdapterSchema(Schema):
         targets = _targets(self.like)
         sent_targets = _targets(tensors)
         if sent_targets and sent_targets != targets:
-            what = (
+            raise UpdateError(
                 f"The adapter's targets are {', '.join(sent_targets)}, the server's "
-                f"{', '.join(targets)}."
+                f"{', '.join(targets)}. Build it with the server's LoraConfig."
             )
-            raise UpdateError(f"{what} Build it with the server's LoraConfig.")
         shapes = self.shapes
         for pair in pairs_of(self.like):
             for name, axis in ((pair.a, 0), (pair.b, 1)):
@@ -236,7 +236,7 @@ class AdapterMean(Aggregator):
             AdapterUpdate(update, weight, self._average.plan.settings, statistics or {})
         )
 
-    def result(self) -> dict[str, Tensor]:
+    def result(self) -> TensorDict:
         """Return the average, and store its report."""
         tensors, report = self._average.result()
         self.sentence = str(report)

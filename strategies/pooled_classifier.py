@@ -84,8 +84,9 @@ class PooledClassifierConfig(PretrainedConfig):
         if hasattr(text_config, "use_cache"):
             # Decoders would keep keys and values for a next token.
             text_config.use_cache = False
-        padding = getattr(text_config, "pad_token_id", None)
-        super().__init__(**{"pad_token_id": padding, **settings})
+        super().__init__(
+            **{"pad_token_id": getattr(text_config, "pad_token_id", None), **settings}
+        )
         # Not earlier: the base class would reset the encoder's attention.
         self.text_config = text_config
         self.pooling = pooling
@@ -168,10 +169,12 @@ class PooledClassifier(PreTrainedModel):
         refuse_random(encoder, model, info["missing_keys"])
         settings = model.config
         if pooling is None:
-            masked = settings.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-            pooling = "mean" if masked else "last"
-        config = PooledClassifierConfig(settings, pooling, **labels)
-        classifier = cls(config, model)
+            pooling = (
+                "mean"
+                if settings.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+                else "last"
+            )
+        classifier = cls(PooledClassifierConfig(settings, pooling, **labels), model)
         classifier.classifier.to(model.device, model.dtype)
         return classifier.eval()
 
@@ -192,8 +195,7 @@ class PooledClassifier(PreTrainedModel):
         if getattr(self.config.text_config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = token_type_ids
         output = self.encoder(**{**inputs, "return_dict": True})
-        tokens = output.last_hidden_state
-        features = pooled(tokens, attention_mask, self.config.pooling)
+        features = pooled(output.last_hidden_state, attention_mask, self.config.pooling)
         logits = self.classifier(self.dropout(features))
         loss = None
         if labels is not None:
@@ -208,8 +210,10 @@ class PooledClassifier(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Draw the task head; the encoder draws its own weights."""
         if module is self.classifier:
-            deviation = getattr(self.config.text_config, "initializer_range", 0.02)
-            nn.init.normal_(self.classifier.weight, std=deviation)
+            nn.init.normal_(
+                self.classifier.weight,
+                std=getattr(self.config.text_config, "initializer_range", 0.02),
+            )
             nn.init.zeros_(self.classifier.bias)
 
 

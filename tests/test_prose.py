@@ -46,7 +46,7 @@ CODE = re.compile(r"(?:`|^::: )(fedrot(?:\.[a-zA-Z_]\w*)+)", flags=re.MULTILINE)
 FILE = re.compile(r"`((?:\w+/)+\w+\.py)`")
 
 
-def unwanted_in(text: str) -> list[str]:
+def unwanted_in(text):
     """Return what should be written otherwise, outside of code."""
     prose = re.sub(r"```.*?```|`[^`\n]*`|<!--.*?-->", "", text, flags=re.DOTALL)
     return [

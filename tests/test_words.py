@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,7 +74,7 @@ RULES = (
 )
 
 
-def names_in(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+def names_in(tree):
     """Yield line, ``VALUE`` or ``DEFINITION``, and name of what a module names."""
     fields = {}
     for node in ast.walk(tree):
@@ -95,7 +94,7 @@ def names_in(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
                 yield node.lineno, VALUE, name
 
 
-def struck_in(path: str, source: str) -> list[str]:
+def struck_in(path, source):
     """Return what should be named otherwise in a module."""
     struck = []
     rules = [rule for rule in RULES if path.startswith(rule.inside)]

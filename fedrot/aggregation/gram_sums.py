@@ -89,8 +89,7 @@ class GramSums:
             rounding = torch.finfo(compute_dtype(gram)).eps
             for layer in layers:
                 self.totals[layer] = total
-                earlier = self._rounding.get(layer, 0.0)
-                self._rounding[layer] = max(earlier, rounding)
+                self._rounding[layer] = max(self._rounding.get(layer, 0.0), rounding)
             yield layers, shrunk
 
     def inverses(self) -> dict[Layer, Inverse]:
@@ -136,8 +135,7 @@ class Inverse:
         self._factor, failed = linalg.cholesky_ex(even)
         # The smallest eigenvalue is at least 1 / trace(even^-1); a pivot may be much
         # larger than it.
-        eye = identity(even)
-        inverted = linalg.solve_triangular(self._factor, eye, upper=False)
+        inverted = linalg.solve_triangular(self._factor, identity(even), upper=False)
         bound = inverted.square().sum().reciprocal()
         #: Whether the factor is the triangular one of Cholesky; else it is a root of
         #: the inverse.

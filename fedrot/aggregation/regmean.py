@@ -105,8 +105,7 @@ class RegMean(Aggregator):
                 sums = self._layers.setdefault(layer, _Sums(sent))
                 apart = sent - sums.reference
                 sums.product = sums.product + apart @ shrunk
-                distance = float(linalg.vector_norm(apart))
-                sums.farthest = max(sums.farthest, distance)
+                sums.farthest = max(sums.farthest, float(linalg.vector_norm(apart)))
 
     def result(self) -> TensorDict:
         """Return the merged tensors so far, and store notes.
@@ -128,8 +127,9 @@ class RegMean(Aggregator):
             mean = merged[name]
             solution = sums.reference + inverse.solved(sums.product)
             if inverse.unseen:
-                apart = _oriented(kind, mean) - sums.reference
-                solution = solution + inverse.outside(apart)
+                solution = solution + inverse.outside(
+                    _oriented(kind, mean) - sums.reference
+                )
                 notes[name] = (
                     f"{inverse.unseen} of {inverse.size} directions of its input are "
                     "zero at every client; in these directions the weights are the mean"

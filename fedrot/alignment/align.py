@@ -126,8 +126,7 @@ def alignment_of(
         distance = float(squared_distance(problem.pairs(group)))
         row = GroupReport.unmoved(group, distance).moved_by(group, move.element)
         problem = problem.moved([move])
-        after = float(squared_distance(problem.pairs(group)))
-        rows.append(replace(row, after=after))
+        rows.append(replace(row, after=float(squared_distance(problem.pairs(group)))))
     report = AlignmentReport(tuple(rows), before, problem.total(groups), seconds)
     return Alignment(symmetry, applied, report)
 
@@ -264,5 +263,6 @@ def random_equivalent(
     check_folded(tensors, symmetry)
     groups = symmetry.select(AlignmentOptions(parts=parts).parts)
     generator = torch.Generator().manual_seed(seed)
-    moves = [Move(group, group.action.random(generator)) for group in groups]
-    return apply_moves(tensors, moves)
+    return apply_moves(
+        tensors, [Move(group, group.action.random(generator)) for group in groups]
+    )

@@ -91,8 +91,9 @@ def parts_of(
 
 def _changed_together(symmetry: Symmetry) -> list[Names]:
     """Return the sets of tensors that the canonical form changes together."""
-    biases = [redundant.tensors for redundant in symmetry.redundant_biases]
-    return biases + [fold.tensors for fold in symmetry.folds]
+    return [redundant.tensors for redundant in symmetry.redundant_biases] + [
+        fold.tensors for fold in symmetry.folds
+    ]
 
 
 def _size(names: Iterable[str], sizes: Mapping[str, int]) -> int:
@@ -150,8 +151,9 @@ def _aligned_parts(
 ) -> Iterator[AlignedPart]:
     options = (options or AlignmentOptions()).for_model(symmetry)
     if options.canonical:
-        basis = symmetry.rotated if options.rotates else symmetry
-        check_finite(canonical(update, basis))
+        check_finite(
+            canonical(update, symmetry.rotated if options.rotates else symmetry)
+        )
     parts = parts_of(symmetry, options)
     wanted = []
     for part in parts:
@@ -199,17 +201,18 @@ def merged_report(
     groups = tuple(rows[group.name] for group in symmetry.groups if group.name in rows)
     before = sum(report.before for report in reports)
     after = sum(report.after for report in reports)
-    seconds = sum(report.seconds for report in reports)
-    return AlignmentReport(groups, before, after, seconds)
+    return AlignmentReport(
+        groups, before, after, sum(report.seconds for report in reports)
+    )
 
 
 def moved_by_layer(
     update: Tensors,
     anchor: Tensors | Anchor,
     symmetry: Symmetry,
-    options: AlignmentOptions | None = None,
-    device: Device = "cpu",
-    statistics: Statistics | None = None,
+    options: AlignmentOptions | None,
+    device: Device,
+    statistics: Statistics | None,
 ) -> tuple[Iterable[Tensors], Statistics, Callable[[], AlignmentReport]]:
     """Return an update in pieces, which are aligned on a device when they are read.
 
@@ -243,8 +246,7 @@ def moved_by_layer(
             {name: tensor.to(device) for name, tensor in tensors.items()}
             for tensors in (update, anchor.tensors)
         )
-        at_device = replace(anchor, tensors=to)
-        alignment = align_checked(whole, at_device, symmetry, options)
+        alignment = align_checked(whole, replace(anchor, tensors=to), symmetry, options)
         statistics = alignment.transport(statistics)
         return [alignment.move(whole)], statistics, lambda: alignment.report
     reports: list[AlignmentReport] = []

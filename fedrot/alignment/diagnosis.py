@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedrot.alignment.align import Alignment, align_checked
 from fedrot.alignment.anchors import SAME_BASIS, RunningAnchor, base_cosine, finder
-from fedrot.distances import TIMES_CHANCE, Shares, shares_by, total
+from fedrot.distances import TIMES_CHANCE, Row, Shares, shares_by, total
 from fedrot.errors import FedrotError
 from fedrot.matching.anchor import Anchor
 from fedrot.matching.chance import null_model
@@ -35,7 +35,6 @@ GROUPS_BEYOND = 0.1
 #: The ``part`` of evidence about all parts.
 TOGETHER = "together"
 
-Row = Mapping[str, Any]
 Rows = list[Row]
 
 

@@ -69,8 +69,7 @@ class Learnable:
 
     def act(self, element: Tensor, units: Tensor, slot: Slot) -> Tensor:
         """Return a slot's units, moved by an element."""
-        action = self.group.action
-        return action.act(element, units, slot.axis, slot.contravariant)
+        return self.group.action.act(element, units, slot.axis, slot.contravariant)
 
     def multiplied(self, tensor: Tensor, slot: Slot, element: Tensor) -> Tensor:
         """Return the tensor with one slot moved by an element, differentiably."""
@@ -180,8 +179,9 @@ def learn_alignment(
     elements = [each.move() for each in learned]
     seconds = time.perf_counter() - begin
     moves = compact([*start.moves, *elements])
-    alignment = alignment_of(moves, update, anchor, symmetry, seconds)
-    return Learned(alignment, losses, seconds)
+    return Learned(
+        alignment_of(moves, update, anchor, symmetry, seconds), losses, seconds
+    )
 
 
 def _descend(

@@ -126,8 +126,7 @@ def _scaled(
     # Moments of constant activations are rounding errors: they become 0.
     if how == "correlation":
         of_anchor = a.diagonal().clamp_min(0).sqrt()
-        of_client = c.diagonal().clamp_min(0).sqrt()
-        deviation = torch.outer(of_anchor, of_client)
+        deviation = torch.outer(of_anchor, c.diagonal().clamp_min(0).sqrt())
         floor = 0.0
         if deviation.numel():
             floor = 1e-12 * float(deviation.max())
@@ -197,9 +196,10 @@ def _run(
             if site.output or key not in read:
                 read[key] = tensor
                 units = site.slice.of(tensor, tensor.ndim - 1)
-                rows = without_padding(units, mask_of(module, inputs))
                 # A copy: the model may change the tensor in place later.
-                recorded[site].append(rows.clone())
+                recorded[site].append(
+                    without_padding(units, mask_of(module, inputs)).clone()
+                )
 
     arguments = forward_inputs(model, batch)
     with watched(model, by_module, seen), masks_of(model, arguments) as mask_of:
@@ -322,7 +322,11 @@ def probing(
         of_anchor, of_client = models()
         of_anchor.load_state_dict(dict(anchor))
         of_client.load_state_dict(dict(client))
-        inputs = random_inputs(config, rows, batch_size=batch_size, seed=seed)
-        return collect_activations(of_anchor, of_client, inputs, symmetry)
+        return collect_activations(
+            of_anchor,
+            of_client,
+            random_inputs(config, rows, batch_size=batch_size, seed=seed),
+            symmetry,
+        )
 
     return activations

@@ -74,18 +74,16 @@ def collect_fisher(
             if labels == "data" and "labels" not in row:
                 raise FedrotError("The empirical Fisher needs 'labels' in the batches.")
             inputs = forward_inputs(model, row)
-            output = model(**inputs)
-            logits = getattr(output, "logits", None)
+            logits = getattr(model(**inputs), "logits", None)
             if logits is None:
                 raise FedrotError(
                     f"The output of {type(model).__name__} has no logits. Compute the "
                     "Fisher information of a model with one task head."
                 )
-            whole_row = {**row, **inputs}
             likelihoods = _log_likelihoods(
                 model,
                 logits,
-                whole_row,
+                {**row, **inputs},
                 labels,
                 generator,
             )

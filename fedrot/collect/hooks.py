@@ -122,8 +122,7 @@ def masks_of(
         # EncoderDecoderModel projects the output of an encoder of another width.
         for source in (encoder, getattr(model, "enc_to_dec_proj", None)):
             if source is not None:
-                handle = source.register_forward_hook(hook)
-                stack.callback(handle.remove)
+                stack.callback(source.register_forward_hook(hook).remove)
         yield mask_of
 
 

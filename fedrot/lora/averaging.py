@@ -81,8 +81,9 @@ class AdapterOptions:
         settings = LoraSettings.of(settings)
         if rank is not None:
             check_rank(rank)
-        plan = Plan(settings, self.gauge, previous, server_round, rank)
-        return AdapterAverage(self, plan)
+        return AdapterAverage(
+            self, Plan(settings, self.gauge, previous, server_round, rank)
+        )
 
     @property
     def averaging(self) -> Method:
@@ -214,8 +215,7 @@ class AdapterAverage:
 
         def fold(pair: Pair) -> None:
             a, b = wide_factors(tensors, pair)
-            scaled = b * scales[pair]
-            modules[pair].add((a, scaled), update.weight)
+            modules[pair].add((a, b * scales[pair]), update.weight)
 
         in_threads(fold, pairs, tensors[pairs[0].a].device)
         self._updates += 1
@@ -245,8 +245,9 @@ class AdapterAverage:
         lost = {name: module.lost for name, module in modules.items()}
         of_factors = {name: module.error_of_factors for name, module in modules.items()}
         magnitudes = any(_MAGNITUDE in name for name in self._like)
-        report = AdapterReport(self._updates, of_factors, error, lost, magnitudes)
-        return tensors, report
+        return tensors, AdapterReport(
+            self._updates, of_factors, error, lost, magnitudes
+        )
 
     def _check_sizes(self, pair: Pair, a: Tensor, b: Tensor) -> None:
         inputs = a.shape[1]

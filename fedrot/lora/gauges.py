@@ -88,8 +88,7 @@ def balanced(of: Wanted) -> Factors:
     a = torch.cat([root[:, None] * vt, rest])
     unused = u.new_zeros(len(u), len(rest))
     b = torch.cat([u * root, unused], 1)
-    largest = a.abs().argmax(1, keepdim=True)
-    signs = a.gather(1, largest).sign()
+    signs = a.gather(1, a.abs().argmax(1, keepdim=True)).sign()
     return signs * a, signs.mT * b
 
 

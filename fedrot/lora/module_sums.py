@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -148,7 +148,7 @@ class ModuleSums:
         wanted = self.wanted(terms, rank)
         return gauged(GAUGES[self.plan.gauge], wanted, self.pair.of_embedding)
 
-    def averaged(self, merge: Merge, like: Mapping[str, Tensor]) -> AveragedModule:
+    def averaged(self, merge: Merge, like: Tensors) -> AveragedModule:
         """Return the average by a method, in the shapes and dtypes of ``like``.
 
         Raises:

@@ -256,8 +256,7 @@ def _root(gram: Tensor) -> tuple[Tensor, Tensor]:
     pivots = lower.diagonal()
     if not failed and pivots.min() > WELL_CONDITIONED * pivots.max():
         upper = lower.mT
-        eye = identity(gram)
-        return upper, linalg.solve_triangular(upper, eye, upper=True)
+        return upper, linalg.solve_triangular(upper, identity(gram), upper=True)
     values, vectors = linalg.eigh(gram)
     there = values > values[-1] * SMALLEST**2
     roots = values[there].flip(0).sqrt()
@@ -294,10 +293,10 @@ def _extended(basis: Tensor, count: int) -> Tensor:
     room = min(count, length - width)
     # The same in every run.
     generator = torch.Generator().manual_seed(0)
-    wide = torch.randn(length, room, generator=generator, dtype=torch.float64)
-    drawn = wide.to(basis)
+    drawn = torch.randn(length, room, generator=generator, dtype=torch.float64).to(
+        basis
+    )
     # Twice is enough for orthogonality in floating point.
     for _ in range(2):
         drawn, _ = linalg.qr(drawn - basis @ (basis.mT @ drawn))
-    zeros = basis.new_zeros(length, count - room)
-    return torch.cat([basis, drawn, zeros], 1)
+    return torch.cat([basis, drawn, basis.new_zeros(length, count - room)], 1)

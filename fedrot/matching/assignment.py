@@ -179,8 +179,7 @@ def identities_certified(
             return []
         checks = []
         for i in left:
-            bound = separations[i](columns)
-            checks.append(certified(distances[i], bound, nearer))
+            checks.append(certified(distances[i], separations[i](columns), nearer))
         return list(compress(left, torch.stack(checks).tolist()))
 
     for columns in (*QUICK_COLUMNS, None):

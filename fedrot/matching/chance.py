@@ -265,8 +265,9 @@ def line_of(
     client: Tensors,
 ) -> NullLine:
     """Return the null model of a client on the entries that a group acts on."""
-    entries = count_once(group.slots, anchor)
-    return _line(entries_once(group.slots, anchor, client), entries)
+    return _line(
+        entries_once(group.slots, anchor, client), count_once(group.slots, anchor)
+    )
 
 
 def null_models(

@@ -223,8 +223,9 @@ class _Descent:
             row = replace(self.rows[move.group.name], skipped=False)
             self.rows[move.group.name] = row.moved_by(move.group, move.element)
         rows = tuple(self.rows[group.name] for group in self.groups)
-        report = AlignmentReport(rows, before, after, 0.0)
-        return Solution(moves, report, self.certified)
+        return Solution(
+            moves, AlignmentReport(rows, before, after, 0.0), self.certified
+        )
 
 
 def compact(moves: Iterable[Move]) -> tuple[Move, ...]:
@@ -236,10 +237,12 @@ def compact(moves: Iterable[Move]) -> tuple[Move, ...]:
         # An order of heads carries the elements inside the heads with it.
         for inner, other in total.items():
             if other.group.within == name:
-                carried = action.act(move.element, other.element, 0)
-                total[inner] = replace(other, element=carried)
+                total[inner] = replace(
+                    other, element=action.act(move.element, other.element, 0)
+                )
         if name in total:
-            element = action.compose(move.element, total[name].element)
-            move = replace(move, element=element)
+            move = replace(
+                move, element=action.compose(move.element, total[name].element)
+            )
         total[name] = move
     return tuple(sorted(total.values(), key=lambda move: bool(move.group.within)))

@@ -82,8 +82,7 @@ def match_experts(
     neurons = next(g for g in problem.symmetry.groups if g.within == group.name)
     inside = tensors_of([neurons])
     blocks = problem.pairs(group)
-    outside = [slot.tensor not in inside for slot in group.slots]
-    router = list(compress(blocks, outside))
+    router = list(compress(blocks, [slot.tensor not in inside for slot in group.slots]))
     before = problem.distance(group, blocks)
     bound = separation([a for a, _ in router])
     distances = row_distances(problem.pairs(neurons))

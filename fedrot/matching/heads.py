@@ -157,8 +157,9 @@ def match_heads(
         if (slot.tensor, slot.axis) not in moved
     ]
     action = cast(HeadPermutation, group.action)
-    scores = head_scores(inside, alone, action.n, problem.options)
-    element, gain = best_assignment(scores)
+    element, gain = best_assignment(
+        head_scores(inside, alone, action.n, problem.options)
+    )
     for shared in problem.symmetry.groups:
         order = shared.action
         if shared.within != group.name or not isinstance(order, QueryPermutation):
@@ -189,8 +190,7 @@ def match_queries(
         order, gain = _gain(inside, inside, action, problem.options)
     else:
         order, gain = _alike(action, blocks)
-    element = order if gain > 0 else None
-    return match_by(group, blocks, before, element, gain)
+    return match_by(group, blocks, before, order if gain > 0 else None, gain)
 
 
 def _following(

@@ -165,8 +165,9 @@ class HeadSolver(ABC):
             distance = before[i]
             matches[i] = Match(None, distance, distance)
             if gain > MINIMUM_GAIN * trace:
-                after = max(distance - decrease, 0.0)
-                matches[i] = Match(element, distance, after, gain)
+                matches[i] = Match(
+                    element, distance, max(distance - decrease, 0.0), gain
+                )
         return matches
 
     def _gains(

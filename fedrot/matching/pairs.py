@@ -150,8 +150,7 @@ def _masks(
     """Return masks of the entries on any of the slots."""
     masks: Masks = defaultdict(dict)
     for slot in slots:
-        length = tensors[slot.tensor].shape[slot.axis]
-        mask = slot.slice.mask(length)
+        mask = slot.slice.mask(tensors[slot.tensor].shape[slot.axis])
         by_axis = masks[slot.tensor]
         if slot.axis in by_axis:
             mask = mask | by_axis[slot.axis]

@@ -155,8 +155,9 @@ class Problem:
         Each entry is counted once.
         """
         slots = dict.fromkeys(slot for group in groups for slot in group.slots)
-        entries = entries_once(slots, self.anchor.tensors, self.client)
-        return float(squared_distance(entries))
+        return float(
+            squared_distance(entries_once(slots, self.anchor.tensors, self.client))
+        )
 
     def objective(self, groups: Groups) -> float:
         """Return the solvers' objective.
@@ -186,8 +187,7 @@ def match_by(
     """
     after = before
     if element is not None:
-        moved = moved_pairs(group.action, element, blocks)
-        after = float(squared_distance(moved))
+        after = float(squared_distance(moved_pairs(group.action, element, blocks)))
     return Match(element, before, after, gain)
 
 

@@ -43,8 +43,7 @@ def match_stream(
     element = polar(cross[None], precise=precise)
     gain = _gain(element, cross)
     if gain > MINIMUM_GAIN * abs(float(cross.trace())):
-        after = max(before - _gain(element, weights), 0.0)
-        return Match(element, before, after, gain)
+        return Match(element, before, max(before - _gain(element, weights), 0.0), gain)
     return Match(None, before, before)
 
 

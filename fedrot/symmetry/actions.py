@@ -207,8 +207,9 @@ class HeadRotation(InsideHeads):
         return element.mT
 
     def random(self, generator: torch.Generator) -> Tensor:
-        shape = (self.heads, self.dim, self.dim)
-        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+        normal = torch.randn(
+            (self.heads, self.dim, self.dim), generator=generator, dtype=torch.float64
+        )
         q, r = torch.linalg.qr(normal)
         # Without the signs of R's diagonal, Q would not be uniform on O(dim).
         return q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)

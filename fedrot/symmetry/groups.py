@@ -221,8 +221,11 @@ class Symmetry:
             if group.name in streams:
                 slots = tuple(slot for slot in group.slots if slot.tensor not in gains)
                 keeps_ones = any(slot.tensor in centred for slot in slots)
-                action = StreamRotation(1, slots[0].size, keeps_ones)
-                group = replace(group, action=action, slots=slots)
+                group = replace(
+                    group,
+                    action=StreamRotation(1, slots[0].size, keeps_ones),
+                    slots=slots,
+                )
             groups.append(group)
         # A weight that reads a norm is separate once the norm's gain is folded into it.
         alike = (tuple(x for x in tie if x not in self.readers) for tie in self.tied)

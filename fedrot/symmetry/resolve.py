@@ -165,8 +165,7 @@ def _renamed(body: Block, names: RealNames) -> Block:
         gain = names.get(f"{module}.weight")
         if gain:
             norms[gain] = tuple(names[name] for name in weights if name in names)
-    axes = _axes_in(body.axes, names)
-    return Block(tuple(groups), axes, tuple(biases), norms=norms)
+    return Block(tuple(groups), _axes_in(body.axes, names), tuple(biases), norms=norms)
 
 
 def _described(

@@ -131,8 +131,7 @@ def choose(
     changes = {candidate: votes.from_old(candidate) for candidate in candidates}
     best = min(candidates, key=lambda candidate: changes[candidate].decisive)
     taken = best if changes[best].decisive < 0 else old
-    temperature = TEMPERATURES[votes.temperature(taken)]
-    return Choice(taken, temperature, best, changes[best])
+    return Choice(taken, TEMPERATURES[votes.temperature(taken)], best, changes[best])
 
 
 def reference_among(candidates: Sequence[Candidate[B]]) -> Candidate[B]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedrot.errors import FedrotError
 from fedrot.task_head.covariance import ShrunkCovariance
 from fedrot.task_head.sums import ClassSums
-from fedrot.tensors import Tensors
+from fedrot.tensors import TensorDict, Tensors
 
 
 def fitted_task_head(
@@ -101,8 +101,9 @@ def fitted_task_heads(
         weight, offset = sums.kind.fit(sums.counts, sums.sums, covariance, priors)
         if not bias:
             shares = sums.counts[sums.kind.centres] / sums.rows
-            unit = covariance.ridge_of_one(sums.means(), shares)
-            weight = weight + torch.outer(offset, unit)
+            weight = weight + torch.outer(
+                offset, covariance.ridge_of_one(sums.means(), shares)
+            )
             offset = torch.zeros_like(offset)
         weights.append(weight)
         biases.append(offset)
@@ -111,7 +112,7 @@ def fitted_task_heads(
 
 def with_task_head(
     tensors: Tensors, task_head: str, weight: Tensor, bias: Tensor
-) -> dict[str, Tensor]:
+) -> TensorDict:
     """Return a model's tensors with another last layer.
 
     The other tensors are the same objects.

@@ -58,8 +58,9 @@ def labelled_rows(
             raise _not_last(task_head)
         rows = inputs.reshape(-1, width)
         read.append(rows)
-        dtype = compute_dtype(output)
-        indices = torch.arange(len(rows), dtype=dtype, device=inputs.device)
+        indices = torch.arange(
+            len(rows), dtype=compute_dtype(output), device=inputs.device
+        )
         return indices.reshape(*places, 1).expand(*places, outputs).contiguous()
 
     with watched(model, [task_head] if task_head else [], watch):

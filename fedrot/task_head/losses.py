@@ -14,7 +14,7 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.labelled_rows import labelled_rows
 from fedrot.task_head.outputs import OUTPUT_KINDS, problem_type_of
-from fedrot.tensors import Tensors
+from fedrot.tensors import TensorDict, Tensors
 
 #: From 1/4 to 16, each 9 % above the one before; 1 is among them.
 TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(-16, 33))
@@ -263,7 +263,7 @@ def smallest(losses: Tensor) -> int:
 
 def with_temperature(
     tensors: Tensors, task_head: str, temperature: float
-) -> dict[str, Tensor]:
+) -> TensorDict:
     """Return a classifier's tensors with its logits divided by a temperature.
 
     Weight and bias of the last layer are divided; the other tensors are the same

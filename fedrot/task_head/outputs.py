@@ -225,8 +225,9 @@ class SeveralLabels(_ValuePerOutput):
         # is that of all rows.
         slack = ROUNDING32 * covariance.diagonal() + torch.finfo(covariance.dtype).tiny
         factor, _ = torch.linalg.cholesky_ex(covariance + torch.diag(slack))
-        centred = self._centred(counts, sums)
-        whitened = torch.linalg.solve_triangular(factor, centred.mT, upper=False)
+        whitened = torch.linalg.solve_triangular(
+            factor, self._centred(counts, sums).mT, upper=False
+        )
         lengths = whitened.square().sum(0)
         limits = counts[1:] * (counts[0] - counts[1:])
         most = (1 + ROUNDING32) * limits + ROUNDING * counts[0] ** 2
@@ -258,8 +259,7 @@ class SeveralLabels(_ValuePerOutput):
         # the diagonal of all rows, times the mean share of it that lies inside the
         # classes. The share has a floor above what float32 rounds.
         outside = between * covariance.scaled(apart).square().sum(1)
-        inside = 1 - outside / covariance.values.sum()
-        spread = inside.clamp(min=ROUNDING32)
+        spread = (1 - outside / covariance.values.sum()).clamp(min=ROUNDING32)
         solved = covariance.solve(apart, spread)
         explained = (1 - covariance.shrinkage) * between * (apart * solved).sum(1)
         check_regular(1 - explained)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import InitVar, dataclass
 
 import torch
@@ -13,7 +13,7 @@ from fedrot.errors import UpdateError
 from fedrot.task_head.covariance import ROUNDING
 from fedrot.task_head.labelled_rows import labelled_rows
 from fedrot.task_head.outputs import OUTPUT_KINDS, SINGLE, OutputKind, problem_type_of
-from fedrot.tensors import Tensors, unusable
+from fedrot.tensors import Shape, TensorDict, Tensors, unusable
 
 #: Accepted excess of features over their bounds: clients may compute in bfloat16.
 _SLACK = 0.02
@@ -112,7 +112,7 @@ class ClassSums:
         """Number of rows."""
         return float(self.counts[self.kind.centres].sum())
 
-    def packed(self) -> dict[str, Tensor]:
+    def packed(self) -> TensorDict:
         """Return what a client sends: ``counts``; ``sums`` in float32; and ``scatter``.
 
         The scatter is the upper triangle of ``rows * within()``, float32 ``[inputs
@@ -130,7 +130,7 @@ class ClassSums:
     @classmethod
     def unpacked(
         cls,
-        arrays: Mapping[str, Tensor],
+        arrays: Tensors,
         shape: tuple[int, int],
         problem_type: str = SINGLE,
     ) -> ClassSums:
@@ -222,7 +222,7 @@ class ClassSums:
         return (self.gram - means.mT @ (means * counts.unsqueeze(1))) / self.rows
 
 
-def _unlike(value: Tensor, shape: tuple[int, ...]) -> str:
+def _unlike(value: Tensor, shape: Shape) -> str:
     """Return why a tensor is not finite float64 of a shape; empty if it is."""
     if value.dtype != torch.float64 or tuple(value.shape) != shape:
         actual = f"{value.dtype} of shape {list(value.shape)}"

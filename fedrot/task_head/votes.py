@@ -30,7 +30,7 @@ FEWEST = 4
 
 #: A client's change is unusual if it differs from the centre by more than so many
 #: standard errors of one client.
-FAR = 3.0
+FAR = 6.0
 
 #: These groups stay if without them the mean of all clients rises, unless the centre
 #: falls by this share of the most that a client's change counts.
@@ -66,8 +66,7 @@ def centre(values: Tensor, weights: Tensor) -> Tensor:
         values: ``[clients, ...]``, finite.
         weights: ``[clients]``, from ``capped``.
     """
-    ascending = values.sort(dim=0, stable=True).values
-    return (_shares(values, weights) * ascending).sum(0)
+    return (_shares(values, weights) * values.sort(dim=0, stable=True).values).sum(0)
 
 
 def _shares(values: Tensor, weights: Tensor) -> Tensor:
@@ -99,8 +98,9 @@ class Votes:
         counts = torch.stack([answer.counts for answer in answers])
         self.rows = counts[:, 0]
         multiple = MOST_OF_VOTES if len(answers) >= FEWEST else MOST
-        weights = capped(self.rows.tolist(), multiple)
-        self.weights = torch.tensor(weights, dtype=torch.float64)
+        self.weights = torch.tensor(
+            capped(self.rows.tolist(), multiple), dtype=torch.float64
+        )
         self._old = models[0]
         self._places = {model: place for place, model in enumerate(models)}
         self._accuracy = counts[:, 1:] / counts[:, :1]
@@ -159,8 +159,9 @@ class Votes:
     def from_old(self, model: Hashable) -> Change:
         """Return the change from the old model, both at their best temperatures."""
         partner = self.means(self._old)[:, ONE]
-        before = self.at_best(self._old)
-        return self._change(model, self.temperature(model), before, partner)
+        return self._change(
+            model, self.temperature(model), self.at_best(self._old), partner
+        )
 
     def harmful(self, fitted: Hashable, without: Mapping[int, Hashable]) -> list[int]:
         """Return the groups without which ``fitted`` is better, at most a quarter.

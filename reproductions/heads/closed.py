@@ -74,7 +74,7 @@ def nearest_mean(total: ClassSums) -> Head:
     2023).
     """
     weight = functional.normalize(total.means(), dim=1)
-    return weight[None], torch.zeros(1, len(weight)).double()
+    return weight[None], torch.zeros(1, len(weight))
 
 
 def drawn(
@@ -91,13 +91,10 @@ def drawn(
         if len(own) < 2:
             continue
         covariance, number = own.mT.cov(), max(2, rows * len(own) // len(labels))
-        jitter = (
-            1e-6 * covariance.diagonal().mean() * torch.eye(len(covariance)).double()
-        )
+        # With few rows the covariance is singular.
+        covariance.diagonal().add_(1e-6 * covariance.diagonal().mean())
         noise = torch.randn(number, len(covariance), generator=generator).double()
-        found.append(
-            own.mean(0) + noise @ torch.linalg.cholesky(covariance + jitter).mT
-        )
+        found.append(own.mean(0) + noise @ torch.linalg.cholesky(covariance).mT)
         targets += [c] * number
     x, y = functional.pad(torch.cat(found), (0, 1), value=1.0), torch.tensor(targets)
     head = torch.zeros(classes, x.shape[1]).double().requires_grad_()
@@ -123,9 +120,9 @@ def fourier(
     another one. The kernel's variance is ``width`` times the trace of the covariance of
     all rows, which sums give.
     """
-    generator, n = torch.Generator().manual_seed(seed), total.counts.sum()
-    mean = total.sums.sum(0) / n
-    variance = width * (total.gram.trace() / n - mean.square().sum())
+    generator = torch.Generator().manual_seed(seed)
+    mean = total.sums.sum(0) / total.rows
+    variance = width * (total.gram.trace() / total.rows - mean.square().sum())
     turns = (
         torch.randn(features.shape[1], size, generator=generator).double()
         / variance.sqrt()

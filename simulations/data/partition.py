@@ -259,10 +259,9 @@ def held_out_rows(
         keys = labels
     held_out = np.zeros(len(labels), dtype=bool)
     for members in rows_by_number(keys):
-        drawn = rng.permutation(members)
-        if share and len(drawn) > 1:
-            count = np.clip(round(share * len(drawn)), 1, len(drawn) - 1)
-            held_out[drawn[:count]] = True
+        drawn = rng.permutation(members)[:-1]
+        count = max(round(share * len(members)), 1)
+        held_out[drawn[:count]] = share > 0
     return held_out
 
 

@@ -179,9 +179,12 @@ def load_domains(scenario: Scenario) -> DataSet:
     unseen = data_names(scenario.unseen_data, scenario.data_dir)
     every = [*domains, *unseen]
     loaded = {}
-    for name in dict.fromkeys(every):
+    # Names of the hub come last: beside a missing file they may be a part of its path.
+    by_place = sorted(every, key=lambda name: "/" in name and not Path(name).suffix)
+    for name in dict.fromkeys(by_place):
         alone = scenario.model_copy(update={"data": name})
         loaded[name] = load_texts(alone)
+    loaded = {name: loaded[name] for name in every}
     if len(every) == 1:
         return loaded[every[0]]
     metrics = [*map(metric_of, every)]

@@ -24,7 +24,7 @@ from fedrot.simulations.data.partition import (
     partition_keys,
     split_clients,
 )
-from fedrot.simulations.data.read import DataError, clean, listed
+from fedrot.simulations.data.read import DataError, clean
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.tasks.objective import (
     Batch,
@@ -90,7 +90,10 @@ class Task:
         if kind != "column" or client >= len(parts):
             return client
         values = self.data.train.columns[column]
-        return listed(sorted({clean(values[row]) for row in parts[client]}))
+        names = sorted({clean(values[row]) for row in parts[client]})
+        if len(names) > 3:
+            names[2:] = [f"{len(names) - 2} more"]
+        return " + ".join(names)
 
 
 @lru_cache(maxsize=2)

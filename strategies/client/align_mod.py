@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
 from flwr.common import log
-from torch import Tensor
 
 from fedrot.aggregation import Statistics
 from fedrot.alignment.align import Alignment, align
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.options import AlignmentOptions, checked_options
-from fedrot.strategies.arguments import check_shapes
+from fedrot.strategies.arguments import Described, check_shapes
 from fedrot.strategies.client.moves import ACTION
 from fedrot.strategies.wire.arrays import (
     STATISTICS,
@@ -25,6 +24,7 @@ from fedrot.strategies.wire.arrays import (
     from_arrays,
     model_records,
     same_bits,
+    shapes_of,
     to_arrays,
 )
 from fedrot.strategies.wire.flower_compat import (
@@ -34,17 +34,16 @@ from fedrot.strategies.wire.flower_compat import (
 )
 from fedrot.strategies.wire.statistics_record import read_statistics, statistics_record
 from fedrot.symmetry import Symmetry, symmetry_of
-from fedrot.tensors import check_finite
+from fedrot.tensors import TensorDict, Tensors, check_finite
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import ClientAppCallable, Mod
 
 #: Computes statistics of an aligned update.
-Collector = Callable[[Message, Context, Mapping[str, Tensor]], Statistics]
+Collector = Callable[[Message, Context, Tensors], Statistics]
 
-#: A symmetry, the configuration from which it is built, or a function that returns one
-#: of them.
-Described = Symmetry | Mapping[str, Any] | object | Callable[[Message, Context], Any]
+#: What describes a model, or a function that returns it.
+Describing = Described | Callable[[Message, Context], Any]
 
 #: Mods that change the update, which must be aligned before.
 _CHANGING = {
@@ -57,7 +56,7 @@ _CHANGING = {
 
 
 def align_mod(
-    symmetry: Described,
+    symmetry: Describing,
     options: AlignmentOptions | None = None,
     statistics: Collector | None = None,
     dtype: torch.dtype = torch.float32,
@@ -188,16 +187,14 @@ def _received(record: str, arrays: ArrayRecord, described: object) -> _Model:
     # A copy: clients may empty the record to save memory.
     kept = arrays.copy()
     if record != UNNAMED_MODEL:
-        shapes = {name: tuple(array.shape) for name, array in kept.items()}
+        shapes = shapes_of(kept)
         if not isinstance(described, Symmetry):
             return _Model(kept, symmetry_of(described, shapes))
         model = _Model(kept, described)
     elif isinstance(described, Symmetry):
         model = _Model(kept, described, tuple(described.shapes))
         # Legacy arrays have no shapes either.
-        shapes = {
-            name: tuple(t.shape) for name, t in from_arrays(model.named(kept)).items()
-        }
+        shapes = shapes_of(from_arrays(model.named(kept)))
     else:
         raise FedrotError(
             "The message's tensors have no names, as in all of Flower's legacy "
@@ -208,7 +205,7 @@ def _received(record: str, arrays: ArrayRecord, described: object) -> _Model:
     return model
 
 
-def _update(content: RecordDict, model: _Model) -> tuple[str, dict[str, Tensor]]:
+def _update(content: RecordDict, model: _Model) -> tuple[str, TensorDict]:
     """Return the name of the reply's ArrayRecord, and its tensors."""
     models = model_records(content)
     if len(models) != 1:
@@ -220,7 +217,7 @@ def _update(content: RecordDict, model: _Model) -> tuple[str, dict[str, Tensor]]
 
 
 def _align(
-    update: Mapping[str, Tensor], model: _Model, options: AlignmentOptions | None
+    update: Tensors, model: _Model, options: AlignmentOptions | None
 ) -> Alignment:
     check_finite(update)
     anchor = from_arrays(model.named(model.arrays))
@@ -234,14 +231,17 @@ def _align(
     # it fold norms.
     alignment = align(cast, anchor, model.symmetry, checked_options(options).as_it_is())
     report = alignment.report
-    message = "Alignment: distance to the received model %.4g -> %.4g, %.2f s"
-    log(INFO, message, report.before, report.after, report.seconds)
+    log(
+        INFO,
+        "Alignment: distance to the received model %.4g -> %.4g, %.2f s",
+        report.before,
+        report.after,
+        report.seconds,
+    )
     return alignment
 
 
-def _changed(
-    arrays: ArrayRecord, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
-) -> ArrayRecord:
+def _changed(arrays: ArrayRecord, before: Tensors, after: Tensors) -> ArrayRecord:
     """Return the arrays, in their order and under their keys, with the moved tensors.
 
     An array that was tied to a moved tensor stays tied to it if both were moved alike.

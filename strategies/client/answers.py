@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from fedrot.errors import FedrotError
 from fedrot.lora.peft_model import load_as_sent
@@ -43,11 +43,12 @@ from fedrot.task_head.labelled_rows import as_batch
 from fedrot.task_head.losses import TaskHeads, collect_losses, compare_losses
 from fedrot.task_head.outputs import OUTPUT_KINDS
 from fedrot.task_head.sums import collect_classes
+from fedrot.tensors import Tensors
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
 
-Batches = Iterable[Mapping[str, Tensor]]
+Batches = Iterable[Tensors]
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,9 @@ def answer_with_sums(
         # Building models and drawing batches must not change the random numbers of
         # training.
         with torch.random.fork_rng(devices=[]):
-            request = _Request(message.content, folder, context.run_id)
-            content = request.answer(setup(message, context))
+            content = _Request(message.content, folder, context.run_id).answer(
+                setup(message, context)
+            )
         return Message(content, reply_to=message)
 
 
@@ -119,8 +121,8 @@ class _Request:
         stage = self._config[STAGE]
         if stage == COUNT:
             counts = {
-                "training": self._labelled(_read(data, "training")),
-                "held_out": self._labelled(_read(data, "held_out")),
+                name: self._labelled(_read(data, name))
+                for name in ("training", "held_out")
             }
             return RecordDict({ROWS: MetricRecord({**counts})})
         if not self._task_head:
@@ -141,17 +143,20 @@ class _Request:
                 self._problem_type,
             )
             return RecordDict({SUMS: to_arrays(sums.packed())})
-        records = [self._arrays[f"{TASK_HEADS}-{i}"] for i in range(len(bodies))]
+        heads = [
+            TaskHeads(**from_arrays(self._arrays[f"{TASK_HEADS}-{place}"]))
+            for place in range(len(bodies))
+        ]
         losses = compare_losses(
             models,
             [*_read(data, "held_out")],
             self._task_head,
-            [TaskHeads(**from_arrays(record)) for record in records],
+            heads,
             self._problem_type,
         )
         return RecordDict({LOSSES: to_arrays(vars(losses))})
 
-    def _bodies(self) -> list[Mapping[str, Tensor]] | None:
+    def _bodies(self) -> list[Tensors] | None:
         """Return the request's bodies, sent or kept; None if one is lacking."""
         between = self._keys(BETWEEN)
         bodies = []
@@ -180,7 +185,7 @@ class _Request:
         return sum(int(has_label(of_batch).sum()) for of_batch in labels)
 
 
-def _read(data: LabelledRows, name: str) -> Iterator[Mapping[str, Tensor]]:
+def _read(data: LabelledRows, name: str) -> Iterator[Tensors]:
     """Yield the batches of training or held-out rows.
 
     Raises:
@@ -200,7 +205,7 @@ def _read(data: LabelledRows, name: str) -> Iterator[Mapping[str, Tensor]]:
         )
 
 
-def _loaded(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+def _loaded(model: nn.Module, tensors: Tensors) -> nn.Module:
     """Return the model with other tensors; an adapter keeps its ranks."""
     if hasattr(model, "peft_config"):
         load_as_sent(model, tensors)

@@ -8,13 +8,13 @@ every answer preserves the update's function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from torch import Tensor, nn
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from torch import nn
 
 from fedrot.alignment.align import Alignment, align, alignment_of
 from fedrot.alignment.learning import LearningOptions, learn_alignment, loss_of
@@ -23,7 +23,11 @@ from fedrot.collect.random_inputs import forward_inputs
 from fedrot.errors import UpdateError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.arguments import check_functions
-from fedrot.strategies.wire.arrays import from_arrays, records_of_type, to_arrays
+from fedrot.strategies.wire.arrays import (
+    array_record,
+    from_arrays,
+    to_arrays,
+)
 from fedrot.strategies.wire.flower_compat import failure_of
 from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
@@ -65,7 +69,7 @@ class Matching:
     """
 
     build: Callable[[], nn.Module]
-    batches: Callable[[], Iterable[Mapping[str, Tensor]]]
+    batches: Callable[[], Iterable[Tensors]]
     options: AlignmentOptions = OTHER_BASIS_OPTIONS
     learning: LearningOptions = field(default_factory=LearningOptions)
 
@@ -117,8 +121,13 @@ def _match(message: Message, matching: Matching) -> Alignment:
     if any(config.get(LEARN) for config in told):
         return _learned(anchor_model, update, anchor, symmetry, matching)
     inputs = (forward_inputs(anchor_model, batch) for batch in matching.batches())
-    activations = collect_activations(anchor_model, update_model, inputs, symmetry)
-    return align(update, anchor, symmetry, options, activations)
+    return align(
+        update,
+        anchor,
+        symmetry,
+        options,
+        collect_activations(anchor_model, update_model, inputs, symmetry),
+    )
 
 
 def _learned(
@@ -164,9 +173,7 @@ def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
     """
     if message.has_error():
         raise UpdateError(failure_of(message, "fedrot.strategies.match_at_client"))
-    record = records_of_type(message.content, ArrayRecord).get(ELEMENTS)
-    if record is None:
-        raise UpdateError(f"the answer holds no ArrayRecord '{ELEMENTS}'.")
+    record = array_record(message.content, ELEMENTS)
     try:
         elements = from_arrays(record)
     except UpdateError as error:
@@ -193,5 +200,6 @@ def alignment_by(
     """Return moves as an alignment, of canonical models if the stream is rotated."""
     if symmetry.rotates:
         update, anchor = (canonical(tensors, symmetry) for tensors in (update, anchor))
-    alignment = alignment_of(moves, update, anchor, symmetry)
-    return replace(alignment, canonical=symmetry.rotates)
+    return replace(
+        alignment_of(moves, update, anchor, symmetry), canonical=symmetry.rotates
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from logging import WARNING
 from pathlib import Path
@@ -17,10 +17,10 @@ from pathlib import Path
 from flwr.common import log
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 
 from fedrot._io import replacing, write_tensors
 from fedrot.strategies.wire.fitting_messages import half_way, hash_of
+from fedrot.tensors import TensorDict, Tensors
 
 #: Bodies of other runs are deleted after so many seconds.
 _OLD = 24 * 3600
@@ -44,9 +44,7 @@ class Shelf:
         self._folder = self._runs / f"{run:x}"
         self._task_head = task_head
 
-    def read(
-        self, key: str, between: Iterable[str] = ()
-    ) -> Mapping[str, Tensor] | None:
+    def read(self, key: str, between: Iterable[str] = ()) -> Tensors | None:
         """Return a body, from its file or from the two bodies that it is between."""
         body = self._file(key)
         if body is not None:
@@ -59,7 +57,7 @@ class Shelf:
             return None
         return self.keep(key, mean)
 
-    def keep(self, key: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def keep(self, key: str, tensors: Tensors) -> Tensors:
         """Write a body, unless it is there, and return it; a full disk is a warning."""
         path = self._path(key)
         try:
@@ -89,7 +87,7 @@ class Shelf:
                 if drop:
                     path.unlink()
 
-    def _file(self, key: str) -> dict[str, Tensor] | None:
+    def _file(self, key: str) -> TensorDict | None:
         path = self._path(key)
         try:
             tensors = load_file(path)

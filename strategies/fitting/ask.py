@@ -9,7 +9,6 @@ from logging import WARNING
 from typing import Any, NamedTuple, TypeVar
 
 from flwr.app import (
-    ArrayRecord,
     ConfigRecord,
     Message,
     MetricRecord,
@@ -21,7 +20,7 @@ from flwr.serverapp import Grid
 from fedrot.errors import FedrotError, UpdateError, legible, refusal
 from fedrot.strategies.fitting.bodies import Body
 from fedrot.strategies.round.asked import Asked
-from fedrot.strategies.wire.arrays import from_arrays, records_of_type
+from fedrot.strategies.wire.arrays import array_record, from_arrays, records_of_type
 from fedrot.strategies.wire.fitting_messages import (
     BETWEEN,
     BODIES,
@@ -195,8 +194,9 @@ class Clients:
             try:
                 if reply.has_error():
                     node = asked.failed(reply) or node
-                    call = "fedrot.strategies.answer_with_sums"
-                    raise UpdateError(failure_of(reply, call))
+                    raise UpdateError(
+                        failure_of(reply, "fedrot.strategies.answer_with_sums")
+                    )
                 asked.accept(reply)
                 answers[node] = read(node, reply.content)
             except Exception as error:
@@ -221,12 +221,14 @@ def read_sums(
     content: RecordDict, shape: tuple[int, int], problem_type: str
 ) -> ClassSums:
     """Return a client's class sums; ``shape`` is the task head's."""
-    return ClassSums.unpacked(from_arrays(_record(content, SUMS)), shape, problem_type)
+    return ClassSums.unpacked(
+        from_arrays(array_record(content, SUMS)), shape, problem_type
+    )
 
 
 def read_losses(node: int, content: RecordDict, heads: int) -> LossSums:
     """Return a client's losses of so many heads."""
-    record = _record(content, LOSSES)
+    record = array_record(content, LOSSES)
     names = [field.name for field in fields(LossSums)]
     if set(record) != set(names):
         raise UpdateError(
@@ -240,10 +242,3 @@ def read_losses(node: int, content: RecordDict, heads: int) -> LossSums:
             f"The losses are of {answered} heads and {losses.rows:g} rows."
         )
     return losses
-
-
-def _record(content: RecordDict, name: str) -> ArrayRecord:
-    record = records_of_type(content, ArrayRecord).get(name)
-    if record is None:
-        raise UpdateError(f"The answer has no ArrayRecord '{name}'.")
-    return record

@@ -90,8 +90,11 @@ class Exchange:
             try:
                 fitted[share] = self._fitted(like, total_without((), sums[share]))
             except FedrotError as error:
-                fitted[share] = [like]
-                reason = str(error)
+                # The first body is compared with its own head, since it may have a
+                # fitted one without some groups. Another body is no candidate.
+                if not fitted:
+                    fitted[share] = [like]
+                    reason = str(error)
         first, *others = fitted.values()
         reference = reference_among(first)
         groups = next(iter(sums.values()))
@@ -168,11 +171,13 @@ class Exchange:
         totals = Totals(self._training, largest)
 
         def read(node: int, content: RecordDict) -> None:
-            sums = read_sums(content, (outputs, inputs), clients.problem_type)
-            totals.add(node, sums)
+            totals.add(
+                node, read_sums(content, (outputs, inputs), clients.problem_type)
+            )
 
-        keep = (self._old, *bodies)
-        answers = clients.ask_about([body], self._training, SUM, read, keep=keep)
+        answers = clients.ask_about(
+            [body], self._training, SUM, read, keep=(self._old, *bodies)
+        )
         sent = {node: totals.group[node] for node in answers}
         self._group |= sent
         groups = totals.groups()

@@ -8,6 +8,8 @@ rows. The lowest loss wins; a quarter of the clients cannot turn the choice
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
@@ -77,30 +79,25 @@ def fit_task_head(
     return result
 
 
+@dataclass
 class TaskHeadFitting:
     """Fits the task heads of one run's models.
 
     It knows which bodies clients have kept.
 
-    Args:
+    Attributes:
         described: the model's configuration; not needed for an adapter.
         task_head: the name of the task head; None finds it.
         wire: as in ``Server``.
         trusted: see ``fit_task_head``.
     """
 
-    def __init__(
-        self,
-        described: object,
-        task_head: str | None,
-        wire: torch.dtype | None,
-        trusted: bool,
-    ) -> None:
-        self._described = described
-        self._task_head = task_head
-        self._wire = wire
-        self._trusted = trusted
-        self._kept_by = dict[str, set[int]]()
+    described: object
+    task_head: str | None
+    wire: torch.dtype | None
+    trusted: bool
+    #: By the hash of a body: the nodes that have kept it.
+    kept_by: dict[str, set[int]] = field(default_factory=dict)
 
     def clients(
         self, grid: Grid, config: ConfigRecord, timeout: float, arrays: ArrayRecord
@@ -112,12 +109,12 @@ class TaskHeadFitting:
         """
         tensors = from_arrays(arrays)
         is_adapter = any(".lora_" in name for name in tensors)
-        if self._task_head:
-            task_head = self._task_head
+        if self.task_head:
+            task_head = self.task_head
         elif is_adapter:
             task_head = adapter_task_head_of(tensors)
         else:
-            task_head = task_head_of(self._described, tensors)
+            task_head = task_head_of(self.described, tensors)
         weight = tensors.get(f"{task_head}.weight")
         if weight is None:
             raise FedrotError(
@@ -125,12 +122,12 @@ class TaskHeadFitting:
                 "fedrot.task_head.task_head_of."
             )
         clients = Clients(grid, task_head, config=config, timeout=timeout)
-        clients.trusted = self._trusted
+        clients.trusted = self.trusted
         if is_adapter:
             clients.problem_type = usual_problem_type(len(weight))
         else:
-            clients.problem_type = problem_type_of(self._described)
-            clients.described = self._described
+            clients.problem_type = problem_type_of(self.described)
+            clients.described = self.described
         return clients
 
     def fit(
@@ -154,22 +151,24 @@ class TaskHeadFitting:
         before = after if old is None else self._body(old, clients.task_head)
         bodies = {1.0: after}
         if half and old is not None:
-            mean = as_sent(half_way(before.tensors, after.tensors), new)
-            middle = self._body(mean, clients.task_head)
+            middle = self._body(
+                as_sent(half_way(before.tensors, after.tensors), new), clients.task_head
+            )
             # Clients have rounded bodies, whose mean is not the rounded mean.
-            middle.between = () if self._wire else (before, after)
+            middle.between = () if self.wire else (before, after)
             bodies[0.5] = middle
         exchange = Exchange(clients, before)
         try:
             result = exchange.best(bodies)
         except FedrotError as error:
             return FittedTaskHead(new, reason=str(error))
-        self._kept_by = {body.key: body.kept_by for body in (before, *bodies.values())}
+        self.kept_by = {body.key: body.kept_by for body in (before, *bodies.values())}
         return result
 
     def _body(self, arrays: ArrayRecord, task_head: str) -> Body:
         tensors = from_arrays(arrays)
-        sent = arrays if self._wire is None else to_arrays(tensors, self._wire)
+        sent = arrays if self.wire is None else to_arrays(tensors, self.wire)
         key = hash_of(from_arrays(sent), task_head)
-        kept_by = self._kept_by.setdefault(key, set())
-        return Body(arrays, tensors, sent, key, kept_by=kept_by)
+        return Body(
+            arrays, tensors, sent, key, kept_by=self.kept_by.setdefault(key, set())
+        )

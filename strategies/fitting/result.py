@@ -119,9 +119,9 @@ class FittedTaskHead:
                 self.rows,
             )
 
-    def metrics(self) -> dict[str, float | int]:
+    def metrics(self) -> dict[str, float]:
         """Return the metrics of a round; of the losses only if they are known."""
-        metrics: dict[str, float | int] = {
+        metrics: dict[str, float] = {
             "fedrot-head-fitted": int(self.fitted),
             HEAD_FAILED: int(bool(self.reason)),
             "fedrot-head-temperature": self.temperature,

@@ -46,8 +46,9 @@ class FitsTaskHead(ReplyStrategy):
             self.needs_model = True
             name = fit_head if isinstance(fit_head, str) else None
             # An adapter has no configuration of its model.
-            config = getattr(self, "model_config", None)
-            self._fitting = TaskHeadFitting(config, name, self.server.wire, trusted)
+            self._fitting = TaskHeadFitting(
+                getattr(self, "model_config", None), name, self.server.wire, trusted
+            )
 
     @property
     def half_way(self) -> bool:
@@ -73,8 +74,8 @@ class FitsTaskHead(ReplyStrategy):
         config = ConfigRecord({**config, "server-round": 0})
         clients = self._fitting.clients(grid, config, self._timeout, arrays)
         names = ("min_available_nodes", "min_train_nodes")
-        needed = max(getattr(self._weighting, name, 0) for name in names)
-        sample_nodes(grid, needed, 0)  # waits for so many
+        # Waits for so many.
+        sample_nodes(grid, max(getattr(self._weighting, name, 0) for name in names), 0)
         result = self._fitting.fit(clients, arrays)
         result.log("Before round 1")
         return result.arrays
@@ -84,7 +85,6 @@ class FitsTaskHead(ReplyStrategy):
         if self._fitting is None:
             return arrays
         assert self._grid is not None  # from configure_train
-        when = f"Round {record.number}"
         try:
             clients = self._fitting.clients(
                 self._grid, self._config, self._timeout, arrays
@@ -92,7 +92,7 @@ class FitsTaskHead(ReplyStrategy):
             result = self._fitting.fit(clients, arrays, self._broadcast, self.half_way)
         except FedrotError as error:
             result = FittedTaskHead(arrays, reason=str(error))
-        result.log(when)
+        result.log(f"Round {record.number}")
         record.measured = {**record.measured, **result.metrics()}
         if result.share == 0:
             # The round's updates are not in the model.

@@ -25,14 +25,16 @@ SERVER = "server"
 
 
 def report_metrics(
-    reporting: Reporting, number: int, stage: str, metrics: Mapping[str, Any]
+    reporting: Reporting, number: int, stage: str, metrics: Mapping[str, Any] | None
 ) -> None:
-    """Report the metrics of one stage at once, so that a killed run keeps them.
+    """Report the metrics of one stage, if any, at once: a killed run keeps them.
 
     The file of rows receives ``{"round": 1, "stage": "train", "metrics": {...}}``;
     numbers that are not finite are null. ``on_round`` receives numbers as
     ``train/NAME``, and lists as ``train/NAME/0`` and so on.
     """
+    if metrics is None:
+        return
     if reporting.rows_path is not None:
         append_rows(
             reporting.rows_path,
@@ -49,8 +51,7 @@ def reporting_evaluations(reporting: Reporting, evaluate: Evaluate) -> Evaluate:
 
     def reported(number: int, arrays: ArrayRecord) -> MetricRecord | None:
         metrics = evaluate(number, arrays)
-        if metrics is not None:
-            report_metrics(reporting, number, SERVER, metrics)
+        report_metrics(reporting, number, SERVER, metrics)
         return metrics
 
     return reported

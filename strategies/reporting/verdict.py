@@ -103,7 +103,7 @@ def verdict(
     return f"{text}; {moved} of {groups} groups moved"
 
 
-def figures(reports: Sequence[AlignmentReport]) -> dict[str, float | int]:
+def figures(reports: Sequence[AlignmentReport]) -> dict[str, float]:
     """Return the metrics of a round's reports.
 
     The shares found and of chance are those that ``verdict`` names first, of the
@@ -190,10 +190,13 @@ def _removed(reports: Sequence[AlignmentReport], other_basis: int) -> str:
         name: share_removed(reports, *movement.parts)
         for name, movement in MOVEMENTS.items()
     }
-    visible = [name for name, share in shares.items() if abs(share) >= _VISIBLE]
+    shown = [
+        f"{name} {percent(share)}"
+        for name, share in shares.items()
+        if abs(share) >= _VISIBLE
+    ]
     removed = "nothing removed"
-    if visible:
-        shown = [f"{name} {percent(shares[name])}" for name in visible]
+    if shown:
         removed = f"{', '.join(shown)} of the distance removed"
     whose = ""
     if other_basis:
@@ -204,7 +207,7 @@ def _removed(reports: Sequence[AlignmentReport], other_basis: int) -> str:
 def run_lines(
     rounds: Mapping[int, Mapping[str, Any]],
     verdicts: Mapping[int, str],
-    rows: Path | None = None,
+    rows: Path | None,
 ) -> list[str]:
     """Return a run's last log lines, given training metrics and verdicts by round."""
     moved = [metrics[MOVED] > 0 for metrics in rounds.values() if MOVED in metrics]
@@ -214,8 +217,7 @@ def run_lines(
         did = f"groups in {sum(moved)} of {of}" if any(moved) else f"nothing in {of}"
         lines.append(f"Alignment moved {did}.")
     lines += [f"Round {number}: {verdicts[number]}." for number in ends(verdicts)]
-    counts = [metrics.get(DROPPED, 0) for metrics in rounds.values()]
-    dropped = [count for count in counts if count]
+    dropped = [ours[DROPPED] for ours in rounds.values() if ours.get(DROPPED)]
     if dropped:
         replies = counted(sum(dropped), "reply was", "replies were")
         lines.append(

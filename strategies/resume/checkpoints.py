@@ -9,7 +9,7 @@ import platform
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import WARNING
@@ -23,13 +23,13 @@ from filelock import FileLock, Timeout
 from flwr.common import log
 from flwr.serverapp.strategy import Result
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from fedrot._io import NO_LOCKS, replacing, sync
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.resume.state import RunState
-from fedrot.strategies.resume.values import decode, encode
+from fedrot.strategies.resume.values import NamedArrays, decode, encode
 from fedrot.strategies.wire.arrays import TIED, from_arrays, model_hash, to_arrays
+from fedrot.tensors import TensorDict, Tensors
 
 _FORMAT = 1
 _MODEL = "model.safetensors"
@@ -57,7 +57,7 @@ class Checkpoint:
     round: int
     result: Result
     state: dict[str, Any]
-    state_arrays: dict[str, np.ndarray]
+    state_arrays: NamedArrays
 
 
 class Checkpointing:
@@ -270,7 +270,7 @@ def _write(
     folder: Path, result: Result, state: RunState, about: dict[str, Any]
 ) -> None:
     arrays = result.arrays
-    bulk = dict[str, np.ndarray]()
+    bulk = NamedArrays()
     safetensors.torch.save_file(_unshared(from_arrays(arrays)), folder / _MODEL)
     about |= {
         "format": _FORMAT,
@@ -310,9 +310,9 @@ def _read(folder: Path, number: int) -> Checkpoint:
             _check(state, _arrays_digest(bulk), file.metadata()["sha256"])
         about = json.loads(bulk.pop(_ABOUT).tobytes())
         if (about["format"], about["round"]) != (_FORMAT, number):
-            about_it = f"It is of round {about['round']} in format {about['format']}"
             raise FedrotError(
-                f"{about_it}, but this is round {number} in format {_FORMAT}."
+                f"It is of round {about['round']} in format {about['format']}, but "
+                f"this is round {number} in format {_FORMAT}."
             )
         _check(model, _digest(model), about["sha256"])
         tensors = safetensors.torch.load_file(model)
@@ -331,9 +331,9 @@ def _read(folder: Path, number: int) -> Checkpoint:
     except FedrotError:
         raise
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
         raise FedrotError(
-            f"'{_STATE}', or what it refers to, cannot be read, {why}"
+            f"'{_STATE}', or what it refers to, cannot be read, "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
@@ -342,12 +342,12 @@ def _check(path: Path, actual: str, digest: str) -> None:
         raise FedrotError(f"'{path.name}' was changed after it was written.")
 
 
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _unshared(tensors: Tensors) -> TensorDict:
     """Return tensors that share no memory, as safetensors requires.
 
     Others are not copied.
     """
-    separate: dict[str, Tensor] = {}
+    separate: TensorDict = {}
     taken: set[int] = set()
     for name, tensor in tensors.items():
         memory = tensor.untyped_storage().data_ptr()
@@ -363,7 +363,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
+def _arrays_digest(arrays: NamedArrays) -> str:
     digest = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype} {array.shape}\n".encode())

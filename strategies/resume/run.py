@@ -16,6 +16,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedrot.errors import FedrotError
 from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.state import RunState
+from fedrot.strategies.wire.arrays import shapes_of
 from fedrot.strategies.wire.flower_compat import Evaluate
 
 Stop = Callable[[int, Result], bool]
@@ -72,12 +73,12 @@ def run(
         else:
             done, result = _restored(checkpoints, initial_arrays, state)
             if done > num_rounds:
-                message = (
+                log(
+                    WARNING,
                     f"'{checkpoints.folder}' holds round {done}, and num_rounds is "
                     f"{num_rounds}: no round is run, and the model of round {done} is "
-                    "returned. Give another folder to start anew."
+                    "returned. Give another folder to start anew.",
                 )
-                log(WARNING, message)
         if hasattr(strategy, "begin"):
             strategy.begin(done or (0 if killed_in_first else None))
         rounds = _named_as(strategy)(
@@ -140,13 +141,12 @@ class CheckpointedRun(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return a round's model and metrics."""
         noted = self.result.train_metrics_clientapp
-        if server_round < self.done:
-            return None, noted.get(server_round)
-        if server_round == self.done:
-            return self.result.arrays, noted.get(server_round)
-        arrays, metrics = self.strategy.aggregate_train(server_round, replies)
-        self.result.arrays = self.result.arrays if arrays is None else arrays
-        return arrays, _noted(noted, server_round, metrics)
+        arrays = self.result.arrays if server_round == self.done else None
+        if server_round > self.done:
+            arrays, metrics = self.strategy.aggregate_train(server_round, replies)
+            self.result.arrays = self.result.arrays if arrays is None else arrays
+            _note(noted, server_round, metrics)
+        return arrays, noted.get(server_round)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -162,8 +162,11 @@ class CheckpointedRun(Strategy):
         """Return the metrics of the clients' evaluations."""
         noted = self.result.evaluate_metrics_clientapp
         if server_round > self.done:
-            metrics = self.strategy.aggregate_evaluate(server_round, replies)
-            _noted(noted, server_round, metrics)
+            _note(
+                noted,
+                server_round,
+                self.strategy.aggregate_evaluate(server_round, replies),
+            )
         if not self.evaluates:
             self._end_round(server_round)
         return noted.get(server_round)
@@ -175,7 +178,7 @@ class CheckpointedRun(Strategy):
         if self.evaluate_fn is not None and (
             server_round > self.done or self.done == 0
         ):
-            _noted(noted, server_round, self.evaluate_fn(server_round, arrays))
+            _note(noted, server_round, self.evaluate_fn(server_round, arrays))
         if server_round > 0:
             self._end_round(server_round)
         return noted.get(server_round)
@@ -205,13 +208,12 @@ class CheckpointedRun(Strategy):
             )
 
 
-def _noted(
+def _note(
     noted: dict[int, MetricRecord], number: int, metrics: MetricRecord | None
-) -> MetricRecord | None:
-    """Store and return the metrics of a round, if there are any."""
+) -> None:
+    """Store the metrics of a round, if there are any."""
     if metrics is not None:
         noted[number] = metrics
-    return metrics
 
 
 def _named_as(strategy: Strategy) -> type[CheckpointedRun]:
@@ -224,8 +226,8 @@ def _restored(
 ) -> tuple[int, Result]:
     """Return the last finished round and the result so far; restore the state."""
     newest = source.newest()
-    saved = _shapes(newest.result.arrays)
-    ours = _shapes(initial)
+    saved = shapes_of(newest.result.arrays)
+    ours = shapes_of(initial)
     different = sorted(dict(saved.items() ^ ours.items()))
     if different:
         name = different[0]
@@ -238,7 +240,3 @@ def _restored(
     state.restore(newest.state, newest.state_arrays)
     log(INFO, "Resumed after round %d from '%s'.", newest.round, newest.folder)
     return newest.round, newest.result
-
-
-def _shapes(arrays: ArrayRecord | None) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(array.shape) for name, array in (arrays or {}).items()}

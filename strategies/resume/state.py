@@ -15,7 +15,12 @@ from flwr.common import log
 from flwr.serverapp.strategy import Strategy
 
 from fedrot.errors import FedrotError
-from fedrot.strategies.resume.values import UnknownValueError, decode, encode
+from fedrot.strategies.resume.values import (
+    NamedArrays,
+    UnknownValueError,
+    decode,
+    encode,
+)
 from fedrot.strategies.wire.flower_compat import transient_attributes
 
 #: Functions that read and set the state of an object.
@@ -70,12 +75,12 @@ class RunState:
         self._warned: set[str] = set()
         self._random: dict[str, Any] = {}
 
-    def encoded(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    def encoded(self, arrays: NamedArrays) -> dict[str, Any]:
         """Return the state as JSON values; arrays are added to ``arrays``."""
         entries: list[tuple[str, str, bool, Any]] = []
         for key, value in self._entries():
             access = _access(value)
-            bulk = dict[str, np.ndarray]()
+            bulk = NamedArrays()
             plain, parts = self._start.get(key, (None, []))
             try:
                 coded = encode(access[0]() if access else value, ".".join(key), bulk)
@@ -94,9 +99,7 @@ class RunState:
             "random": encode(generators, "random", arrays),
         }
 
-    def restore(
-        self, saved: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
-    ) -> None:
+    def restore(self, saved: Mapping[str, Any], arrays: NamedArrays) -> None:
         """Restore the state that ``encoded`` returned, except the random generators.
 
         Raises:
@@ -152,15 +155,13 @@ class RunState:
         if error not in self._warned and not type(value).__module__.startswith(
             "fedrot."
         ):
-            message = (
+            log(
+                WARNING,
                 "Not in the checkpoints, and lost when the run is resumed: %s Give its "
-                "class"
+                "class the methods state_dict and load_state_dict, or the strategy the "
+                "methods state and restore.",
+                error,
             )
-            methods = (
-                "state_dict and load_state_dict, or the strategy the methods state and "
-                "restore"
-            )
-            log(WARNING, f"{message} the methods {methods}.", error)
             self._warned.add(error)
 
 
@@ -186,7 +187,7 @@ def _strategies(
 
 def _plain(value: Any) -> str | None:
     """Return a plain value as JSON; None for any other value."""
-    arrays: dict[str, np.ndarray] = {}
+    arrays: NamedArrays = {}
     try:
         encoded = json.dumps(encode(value, "", arrays))
     except UnknownValueError:

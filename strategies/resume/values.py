@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from torch import Tensor
+
+from fedrot.strategies.wire.arrays import flat_bytes
+
+#: Arrays by name, beside JSON values.
+NamedArrays = dict[str, np.ndarray]
 
 #: NumPy type codes that safetensors supports: booleans, integers and floats of up to
 #: eight bytes.
@@ -23,12 +28,11 @@ class UnknownValueError(TypeError):
 
 
 def _of_tensor(tensor: Tensor) -> list[Any]:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return [
         str(tensor.dtype).removeprefix("torch."),
         list(tensor.shape),
         str(tensor.device),
-        flat,
+        flat_bytes(tensor).numpy(),
     ]
 
 
@@ -68,7 +72,7 @@ _CODES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 _DECODERS = {kind.__name__: decoder for kind, (_, decoder) in _CODES.items()}
 
 
-def encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
+def encode(value: Any, path: str, arrays: NamedArrays) -> Any:
     """Return a value as JSON values, and add its arrays to ``arrays``.
 
     Supported types: None, bool, int, float, str, lists, NumPy arrays, and those of
@@ -97,7 +101,7 @@ def encode(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
     return {kind.__name__: encode(_CODES[kind][0](value), path, arrays)}
 
 
-def decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+def decode(value: Any, arrays: NamedArrays) -> Any:
     """Return the value that ``encode`` was given; arrays are writable copies."""
     if isinstance(value, list):
         return [decode(item, arrays) for item in value]

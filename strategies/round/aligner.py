@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from logging import WARNING
@@ -23,7 +23,7 @@ from fedrot.alignment.by_layer import moved_by_layer
 from fedrot.matching.anchor import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Moved, Update
+from fedrot.strategies.round.update import Moved, MovedBroadcast, Update
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors, check_finite, check_update
 
@@ -55,7 +55,7 @@ class Aligner:
     def close(self) -> None:
         """Log messages about all updates of the round."""
 
-    def moved_broadcast(self) -> Callable[[], Tensors] | None:
+    def moved_broadcast(self) -> MovedBroadcast:
         """Return a function for the broadcast model in the round's coordinates.
 
         None if the broadcast model is already in these coordinates. The function raises
@@ -90,7 +90,7 @@ class ToAnchor(Aligner):
         plan: AlignmentPlan,
         broadcast: Tensors,
         record: RoundRecord,
-        shared: Mean | None = None,
+        shared: Mean | None,
     ) -> None:
         self.plan = plan
         self.broadcast = broadcast
@@ -164,7 +164,7 @@ class ToAnchor(Aligner):
         if self.record.other_basis:
             log(WARNING, _OTHERS, self.record.other_basis, self._compared)
 
-    def moved_broadcast(self) -> Callable[[], Tensors] | None:
+    def moved_broadcast(self) -> MovedBroadcast:
         """Return a function for the broadcast model in these coordinates, or None."""
         if not self.canonical:
             return None

@@ -100,8 +100,7 @@ class Asked:
     @property
     def silent(self) -> list[int]:
         """The clients that have not answered, by their own ids or else by node id."""
-        nodes = [question.node for question in self._silent]
-        return sorted(self._clients.get(node, node) for node in nodes)
+        return sorted(self._clients.get(q.node, q.node) for q in self._silent)
 
 
 def sent_by(grid: Grid | None, made: list[Metadata] | None) -> list[Metadata] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from logging import WARNING
-from operator import attrgetter
 
 from flwr.app import Error, Message
 from flwr.common import log
@@ -50,7 +49,7 @@ def readable_evaluations(
             drop(message, refusal(error))
         else:
             good.append(message)
-    good = averageable(good, attrgetter("content"), drop)
+    good = averageable(good, drop)
     examples = sum(
         read_weight(message.content, weighted_by, zero=True) for message in good
     )

@@ -105,7 +105,7 @@ class Comparison:
     moved.
     """
 
-    def __init__(self, guard: Guard, name: str = ALIGNED, always: bool = False) -> None:
+    def __init__(self, guard: Guard, name: str, always: bool) -> None:
         self.guard = guard
         self._name = name
         self._always = always
@@ -157,11 +157,12 @@ class Comparison:
         ):
             return True
         record.guard = {KEPT_ALIGNED: 0}
-        message = (
+        log(
+            INFO,
             "Round %d: nothing was moved, aligned and plain mean are equal: not "
-            "evaluated"
+            "evaluated",
+            record.number,
         )
-        log(INFO, message, record.number)
         return False
 
     def kept(
@@ -226,9 +227,9 @@ def comparison_of(
     """
     guard = Guard(argument) if isinstance(argument, str) else argument
     if not isinstance(guard, Guard):
-        kind = type(argument).__name__
         raise FedrotError(
-            f"guard is a {kind}; give a metric's name, guard='accuracy', or a Guard."
+            f"guard is a {type(argument).__name__}; give a metric's name, "
+            "guard='accuracy', or a Guard."
         )
     if alignment is None and not aggregates:
         raise FedrotError(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import DEBUG, WARNING
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from flwr.app import (
@@ -33,12 +33,15 @@ from fedrot.strategies.wire.arrays import (
     model_hash,
     model_records,
     records_of_type,
+    shapes_of,
 )
 from fedrot.strategies.wire.statistics_record import read_statistics
 from fedrot.tensors import (
     LARGEST_WEIGHT,
     SMALLEST_WEIGHT,
+    Shape,
     Shaped,
+    TensorDict,
     Tensors,
     check_finite,
     check_update,
@@ -55,14 +58,23 @@ _MOST_NUMBERS = 100_000
 T = TypeVar("T")
 
 
+class Told(NamedTuple):
+    """The metrics and small configurations of one client's update."""
+
+    client: int
+    content: RecordDict
+
+
+Reply = TypeVar("Reply", Message, Told)
+
+
 def with_common_layout(
     items: Sequence[T], layout: Callable[[T], tuple[object, ...]]
 ) -> tuple[list[T], list[T]]:
     """Split replies into those with the most common layout, and the others."""
     layouts = [layout(item) for item in items]
-    counts = Counter(layouts)
     # Of equally common ones the first.
-    common = max(layouts, key=counts.__getitem__, default=())
+    common = max(layouts, key=Counter(layouts).__getitem__, default=())
     alike: list[T] = []
     odd: list[T] = []
     for item, its_layout in zip(items, layouts, strict=True):
@@ -82,10 +94,8 @@ def metrics_layout(
 
 
 def averageable(
-    items: Sequence[T],
-    content_of: Callable[[T], RecordDict],
-    leave_out: Callable[[T, str], None],
-) -> list[T]:
+    items: Sequence[Reply], leave_out: Callable[[Reply, str], None]
+) -> list[Reply]:
     """Return the replies whose metrics can be averaged together.
 
     Their numbers are finite, and their metrics are those of most. If no reply has
@@ -94,20 +104,23 @@ def averageable(
     Args:
         leave_out: called with every other reply and the reason.
     """
-    infinite = [not_finite(content_of(item)) for item in items]
-    finite = [item for item, what in zip(items, infinite, strict=True) if not what]
-    for item, what in zip(items, infinite, strict=True):
+    judged = [(item, not_finite(item.content)) for item in items]
+    finite = [item for item, what in judged if not what]
+    for item, what in judged:
         if what and finite:
             leave_out(item, f"{what} Send a finite number, or omit this metric.")
     if items and not finite:
-        first = legible(infinite[0])
-        log(WARNING, "No client has finite metrics only. Of the first: %s", first)
+        log(
+            WARNING,
+            "No client has finite metrics only. Of the first: %s",
+            legible(judged[0][1]),
+        )
     good, odd = with_common_layout(
-        finite or items, lambda item: metrics_layout(content_of(item))
+        finite or items, lambda item: metrics_layout(item.content)
     )
     for item in odd:
-        difference = unlike(content_of(item), content_of(good[0]))
-        leave_out(item, f"Its metrics differ: {difference}.")
+        both = f"it has {_listed(item.content)}; most have {_listed(good[0].content)}"
+        leave_out(item, f"Its metrics differ: {both}.")
     return good
 
 
@@ -118,11 +131,6 @@ def not_finite(content: RecordDict) -> str:
             if not math.isfinite(number):
                 return f"The metric '{key:.60}' is {number!r}."
     return ""
-
-
-def unlike(odd: RecordDict, common: RecordDict) -> str:
-    """Return how a content's metrics differ from the most common ones."""
-    return f"it has {_listed(odd)}; most have {_listed(common)}"
 
 
 def _listed(content: RecordDict) -> str:
@@ -140,15 +148,15 @@ class Schema:
     settings: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """Shape of every tensor, by name."""
-        return {name: tuple(tensor.shape) for name, tensor in self.like.items()}
+        return shapes_of(self.like)
 
     def check(self, tensors: Mapping[str, Shaped]) -> None:
         """Raise ``UpdateError`` unless names and shapes are those of an update."""
         check_update(tensors, self.shapes)
 
-    def read(self, arrays: ArrayRecord, copy: bool) -> dict[str, Tensor]:
+    def read(self, arrays: ArrayRecord, copy: bool) -> TensorDict:
         """Return a reply's tensors, in the broadcast order and dtypes.
 
         Names, shapes and dtypes are checked before an array is decoded; nothing in a
@@ -260,10 +268,10 @@ class Inbox:
         )
         for name, value in wanted.items():
             if (sent := settings.get(name, value)) != value:
-                what = (
-                    f"The adapter's {name} is {sent!r:.60}, the server's {value!r:.60}."
+                raise UpdateError(
+                    f"The adapter's {name} is {sent!r:.60}, the server's "
+                    f"{value!r:.60}. Build it with the server's LoraConfig."
                 )
-                raise UpdateError(f"{what} Build it with the server's LoraConfig.")
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
         statistics = {}
@@ -278,11 +286,10 @@ class Inbox:
                 "(docs/how-to/statistics.md)."
             )
         if statistics and not self.uses_statistics:
-            unused = "', '".join(sorted(statistics))
             log(
                 WARNING,
                 "The statistics '%s' are not used: this strategy uses none.",
-                unused,
+                "', '".join(sorted(statistics)),
             )
             statistics = {}
         if not self.needs:
@@ -318,12 +325,12 @@ def read_weight(content: RecordDict, weighted_by_key: str, zero: bool = False) -
     Raises:
         UpdateError: there is no valid weight.
     """
-    if len(records_of_type(content, MetricRecord)) != 1:
+    records = records_of_type(content, MetricRecord)
+    if len(records) != 1:
         raise UpdateError(
-            f"The reply holds {len(records_of_type(content, MetricRecord))} "
-            "MetricRecords; send exactly one."
+            f"The reply holds {len(records)} MetricRecords; send exactly one."
         )
-    (metrics,) = records_of_type(content, MetricRecord).values()
+    (metrics,) = records.values()
     if weighted_by_key not in metrics:
         raise UpdateError(
             f"The MetricRecord has no '{weighted_by_key}' (it has: "

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from logging import WARNING
-from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
@@ -25,6 +24,7 @@ from fedrot.collect.statistics import TRAINED
 from fedrot.errors import UpdateError, legible
 from fedrot.strategies.round.guard import Comparison
 from fedrot.strategies.round.inbox import (
+    Told,
     averageable,
     metrics_layout,
     not_finite,
@@ -39,7 +39,7 @@ from fedrot.strategies.round.outbox import (
     with_tensors,
 )
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Moved, Update
+from fedrot.strategies.round.update import Builder, Moved, MovedBroadcast, Update
 from fedrot.strategies.wire.arrays import from_arrays, records_of_type, without_arrays
 from fedrot.strategies.wire.flower_compat import (
     clips_zero,
@@ -79,13 +79,6 @@ class Wrapped:
     min_replies: int
 
 
-class Told(NamedTuple):
-    """The metrics and small configurations of one client's update."""
-
-    client: int
-    content: RecordDict
-
-
 class Merge(Protocol):
     """Collects the updates of one round, and returns the new model.
 
@@ -102,9 +95,7 @@ class Merge(Protocol):
         They are empty if the update was added layer by layer.
         """
 
-    def result(
-        self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None
-    ) -> Aggregated:
+    def result(self, wrapped: Wrapped, moved_broadcast: MovedBroadcast) -> Aggregated:
         """Return the new model and metrics, once; see ``Aligner.moved_broadcast``."""
 
 
@@ -117,7 +108,7 @@ class Averaged:
 
     def __init__(
         self,
-        build: Callable[[], Aggregator],
+        build: Builder,
         record: RoundRecord,
         comparison: Comparison | None = None,
     ) -> None:
@@ -148,16 +139,13 @@ class Averaged:
             return None
         if self._as_received is not None:
             self._as_received.fold(update.tensors, update.weight, update.statistics)
-        content = without_arrays(update.message.content)
-        self._told.append(Told(update.client, content))
+        self._told.append(Told(update.client, without_arrays(update.message.content)))
         self.record.merged(moved)
         if update.origin:
             self.record.origins.append(update.origin)
         return moved.tensors
 
-    def result(
-        self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None
-    ) -> Aggregated:
+    def result(self, wrapped: Wrapped, moved_broadcast: MovedBroadcast) -> Aggregated:
         """Return the merged model.
 
         Any base strategy but ``FedAvg`` aggregates the mean as one update.
@@ -167,8 +155,9 @@ class Averaged:
         merged, is_plain = self._merged(wrapped)
         metrics = None
         if self._told:
-            contents = _with_metrics(self._told)
-            metrics = metrics_function(wrapped.strategy)(contents, wrapped.weighted_by)
+            metrics = metrics_function(wrapped.strategy)(
+                _with_metrics(self._told), wrapped.weighted_by
+            )
         if merged is None or wrapped.wrapped_class is FedAvg:
             return merged, metrics
         # The base strategy receives the mean as the round's only update.
@@ -247,16 +236,17 @@ class Listed:
 
     def add(self, moved: Moved) -> Tensors | None:
         """Store the update's message, or add the update to the mean."""
-        tensors = {**moved.tensors, **self._shown}
-        shown = replace(moved, tensors=tensors)
+        shown = replace(moved, tensors={**moved.tensors, **self._shown})
         if self._averaged is None and moved.statistics.get(TRAINED):
             self._averaged = self._average_held()
         if self._averaged is not None:
             self._averaged.add(shown)
             return moved.tensors
-        message = with_tensors(shown)
-        update = replace(moved.update, tensors={}, statistics={}, message=message)
-        self._held.append(update)
+        self._held.append(
+            replace(
+                moved.update, tensors={}, statistics={}, message=with_tensors(shown)
+            )
+        )
         self.record.merged(moved)
         return moved.tensors
 
@@ -269,9 +259,7 @@ class Listed:
             merge.add(Moved(update, from_arrays(records[update.record]), {}))
         return merge
 
-    def result(
-        self, wrapped: Wrapped, moved_broadcast: Callable[[], Tensors] | None
-    ) -> Aggregated:
+    def result(self, wrapped: Wrapped, moved_broadcast: MovedBroadcast) -> Aggregated:
         """Pass all updates to the base strategy."""
         if self._averaged is not None:
             return self._averaged.result(wrapped, moved_broadcast)
@@ -281,12 +269,13 @@ class Listed:
         record.origins += [update.origin for update in good if update.origin]
         if not record.enough(wrapped.min_replies):
             return None, None
-        told = [Told(update.client, update.message.content) for update in good]
-        _with_metrics(told)
+        _with_metrics([Told(update.client, update.message.content) for update in good])
         with clips_zero(), with_metrics_of(wrapped.strategy, _finite):
-            messages = [update.message for update in good]
             arrays, metrics = _aggregated(
-                wrapped, record.number, messages, moved_broadcast
+                wrapped,
+                record.number,
+                [update.message for update in good],
+                moved_broadcast,
             )
         if arrays is None:
             return None, metrics
@@ -320,7 +309,7 @@ def _aggregated(
     wrapped: Wrapped,
     number: int,
     messages: list[Message],
-    moved: Callable[[], Tensors] | None,
+    moved: MovedBroadcast,
 ) -> Aggregated:
     """Let the strategy aggregate; ``moved`` makes the model that it subtracts."""
     if moved is not None:
@@ -354,7 +343,7 @@ def _with_metrics(told: Sequence[Told]) -> list[RecordDict]:
     def leave_out(odd: Told, reason: str) -> None:
         log(WARNING, "Metrics of client %d left out: %s", odd.client, legible(reason))
 
-    good = averageable(told, attrgetter("content"), leave_out)
+    good = averageable(told, leave_out)
     return [client.content for client in good]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from fedrot.strategies.client.moves import (
 from fedrot.strategies.round.aligner import AlignmentPlan, ToAnchor
 from fedrot.strategies.round.asked import Asked, Question
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Moved, Update
+from fedrot.strategies.round.update import Moved, MovedBroadcast, Update
 from fedrot.strategies.settings import OtherBasis
 from fedrot.strategies.wire.lazy_grid import streamed
 from fedrot.symmetry import Symmetry
@@ -43,6 +43,9 @@ from fedrot.tensors import Tensors, check_finite
 #: With a larger share of the mean's weight, the mean of the other clients would be a
 #: rounding error.
 LARGEST_SHARE = 0.999
+
+#: Alignments by the requests whose answers hold the updates.
+Found = dict[Question, Alignment]
 
 
 class ClientRequests(NamedTuple):
@@ -144,24 +147,26 @@ class FromOtherBases(ToAnchor):
         others: OtherBases,
         broadcast: Tensors,
         record: RoundRecord,
-        shared: Mean | None = None,
-        exchange: ClientRequests | None = None,
+        shared: Mean | None,
+        exchange: ClientRequests | None,
     ) -> None:
         self.others = others
         self.exchange = exchange
         self._base = broadcast
         self._mixed = True
-        self._matched: dict[Question, Alignment] = {}
+        self._matched: Found = {}
         super().__init__(plan, broadcast, record, shared)
 
     def finder(self, base: Tensors) -> Finder:
         """Return the function that finds one update's alignment to one anchor."""
         if not self._mixed:
             return super().finder(base)
-        plan = self.plan
-        others = self.others
         return finder(
-            base, plan.symmetry, plan.options, others.options, others.evidence
+            base,
+            self.plan.symmetry,
+            self.plan.options,
+            self.others.options,
+            self.others.evidence,
         )
 
     @property
@@ -185,7 +190,6 @@ class FromOtherBases(ToAnchor):
         must not define the round's coordinates.
         """
         others = self.others
-        symmetry = self.plan.symmetry
         exchange = self.exchange
         if not others.needs_all:
             return held
@@ -194,22 +198,20 @@ class FromOtherBases(ToAnchor):
         near = list[Update]()
         for update in held:
             with self.record.dropping(update.client):
-                other = in_other_basis(update.tensors, self.broadcast, symmetry)
+                other = in_other_basis(
+                    update.tensors, self.broadcast, self.plan.symmetry
+                )
                 self._check(update.tensors, with_activations=other)
                 updates.append(update)
                 (far if other else near).append(update)
         self.record.other_basis = len(far)
         self._base = self._chosen_base(far, near)
         self._mixed = bool(far)
-        if far and others.settings.at_clients and exchange is not None:
-            self._matched = self._matched_at_clients(updates, exchange)
-        if (
-            far
-            and others.settings.learning_passes
-            and len(updates) > 1
-            and exchange is not None
-        ):
-            self._matched = self._learned_together(updates, exchange)
+        if far and exchange is not None:
+            if others.settings.at_clients:
+                self._matched = self._matched_at_clients(updates, exchange)
+            if others.settings.learning_passes and len(updates) > 1:
+                self._matched = self._learned_together(updates, exchange)
         self.rule = self.rule_at(self._base, self.shared)
         return sorted(updates, key=lambda update: update.question not in self._matched)
 
@@ -221,8 +223,7 @@ class FromOtherBases(ToAnchor):
         these with the largest weight. If the broadcast model cannot be matched, it is
         the one with the largest weight among the other updates.
         """
-        options = self.others.options
-        if "residual" not in options.parts or not far:
+        if "residual" not in self.others.options.parts or not far:
             return self.broadcast
         if len(far) > len(near):
             why = f"{len(far)} of {len(far) + len(near)} replies come from other bases"
@@ -249,17 +250,16 @@ class FromOtherBases(ToAnchor):
 
     def _matched_at_clients(
         self, updates: Sequence[Update], exchange: ClientRequests
-    ) -> dict[Question, Alignment]:
+    ) -> Found:
         """Return the alignments that clients found for their own updates."""
-        base = self._base
         asked = [
             update
             for update in updates
-            if in_other_basis(update.tensors, base, self._symmetry)
+            if in_other_basis(update.tensors, self._base, self._symmetry)
         ]
         requests = [
             request(
-                base,
+                self._base,
                 update.tensors,
                 exchange.config,
                 update.question.node,
@@ -276,9 +276,9 @@ class FromOtherBases(ToAnchor):
         requests: Sequence[Message],
         asked: Sequence[Update],
         exchange: ClientRequests,
-        before: Mapping[Question, Alignment],
+        before: Found,
         otherwise: str,
-    ) -> dict[Question, Alignment]:
+    ) -> Found:
         """Return the alignments that clients found, each after the one ``before``.
 
         The first answer to a request counts. An answer that is no alignment, or whose
@@ -287,7 +287,7 @@ class FromOtherBases(ToAnchor):
         answers = exchange.of(requests)  # Requests have ids once they are sent.
         sent = Asked(message.metadata for message in requests)
         silent = dict(zip(sent.questions, asked, strict=True))
-        alignments: dict[Question, Alignment] = {}
+        alignments: Found = {}
         for answer in answers:
             update = silent.pop(sent.question(answer), None)
             if update is None:
@@ -308,7 +308,7 @@ class FromOtherBases(ToAnchor):
 
     def _learned_together(
         self, updates: Sequence[Update], exchange: ClientRequests
-    ) -> dict[Question, Alignment]:
+    ) -> Found:
         """Return the alignments of all updates after clients learn a common basis.
 
         In each pass all clients learn at the same time, each against the mean of the
@@ -328,8 +328,13 @@ class FromOtherBases(ToAnchor):
                 self._request(update, now[update.question], mean, exchange)
                 for update in asked
             ]
-            unchanged = "The rotations of client %d stay unchanged: %s"
-            learned = self._answers(requests, asked, exchange, now, unchanged)
+            learned = self._answers(
+                requests,
+                asked,
+                exchange,
+                now,
+                "The rotations of client %d stay unchanged: %s",
+            )
             now |= learned
             log(
                 INFO,
@@ -340,7 +345,7 @@ class FromOtherBases(ToAnchor):
             )
         return now
 
-    def _aligned_alone(self, updates: Sequence[Update]) -> dict[Question, Alignment]:
+    def _aligned_alone(self, updates: Sequence[Update]) -> Found:
         """Return the alignments to start from: of clients, or by an own anchor.
 
         Updates that cannot be aligned are left out.
@@ -398,7 +403,7 @@ class FromOtherBases(ToAnchor):
     def close(self) -> None:
         """Log nothing: such replies are expected."""
 
-    def moved_broadcast(self) -> Callable[[], Tensors] | None:
+    def moved_broadcast(self) -> MovedBroadcast:
         """Return a function for the broadcast model in these coordinates, or None."""
         there = self._base is self.broadcast and not self.canonical
         return None if there else partial(self.in_coordinates_of, self._base)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from flwr.app import Array, ArrayRecord, Message, MessageType, MetricRecord, RecordDict
-from torch import Tensor
 
 from fedrot.strategies.round.update import Moved
 from fedrot.strategies.wire.arrays import (
@@ -22,7 +21,7 @@ from fedrot.strategies.wire.arrays import (
     to_arrays,
 )
 from fedrot.strategies.wire.flower_compat import NUMPY
-from fedrot.tensors import rounded
+from fedrot.tensors import TensorDict, rounded
 
 
 def plain(arrays: ArrayRecord) -> ArrayRecord:
@@ -74,7 +73,7 @@ def to_send(
     return changed
 
 
-def as_sent(tensors: dict[str, Tensor], sent: ArrayRecord) -> ArrayRecord:
+def as_sent(tensors: TensorDict, sent: ArrayRecord) -> ArrayRecord:
     """Return tensors encoded like the broadcast model: in its precision, with its ties.
 
     Integers and booleans are rounded. Tensors that were not broadcast are last.

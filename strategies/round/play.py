@@ -12,7 +12,7 @@ from operator import attrgetter
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp.strategy import Strategy
 
-from fedrot.aggregation import Aggregator, Mean
+from fedrot.aggregation import Mean
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.asked import Asked
 from fedrot.strategies.round.guard import Comparison
@@ -20,7 +20,7 @@ from fedrot.strategies.round.inbox import Inbox, Schema
 from fedrot.strategies.round.merge import Averaged, Listed, Merge
 from fedrot.strategies.round.outbox import integers_of
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Update
+from fedrot.strategies.round.update import Builder, MovedBroadcast, Update
 from fedrot.strategies.settings import Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.flower_compat import figures_of
@@ -120,7 +120,7 @@ class PlaysRounds(Strategy):
         """Return the tensors that a reply must hold: those of the broadcast model."""
         return Schema(broadcast)
 
-    def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
+    def aggregator(self, server_round: int) -> Builder | None:
         """Return the function that builds a round's aggregator.
 
         None passes all updates on to the base strategy.
@@ -146,7 +146,7 @@ class PlaysRounds(Strategy):
         asked: Asked,
         record: RoundRecord,
         in_front: str,
-    ) -> tuple[Merge, Callable[[], Tensors] | None]:
+    ) -> tuple[Merge, MovedBroadcast]:
         """Play a round; return the filled merge and ``Aligner.moved_broadcast``.
 
         All other objects of the round are released.

@@ -40,7 +40,7 @@ class RoundRecord:
     lost: str = ""
     other_basis: int = 0
     notes: dict[str, str] = field(default_factory=dict)
-    guard: dict[str, float | int] = field(default_factory=dict)
+    guard: dict[str, float] = field(default_factory=dict)
     #: The sentence of an aggregation of adapters, in place of alignment's.
     sentence: str = ""
     #: The metrics of an aggregation of adapters, and those of a fitted head.
@@ -77,7 +77,7 @@ class RoundRecord:
         self.failed.append((client, reason))
         log(INFO, f"\t> {who} %d: %s", client, reason)
 
-    def miss(self, client: int, in_front: str = "") -> None:
+    def miss(self, client: int, in_front: str) -> None:
         """Record a client without an answer, or whose reply ``in_front`` left out."""
         left_out = f", or {in_front} left it out" if in_front else ""
         self.fail(client, f"No answer before the timeout{left_out}.", who="Client")
@@ -89,8 +89,13 @@ class RoundRecord:
         client = moved.update.client
         report = moved.report()
         self.reports.append((client, report))
-        message = "Reply of client %d aligned: squared distance %.4g -> %.4g"
-        log(DEBUG, message, client, report.before, report.after)
+        log(
+            DEBUG,
+            "Reply of client %d aligned: squared distance %.4g -> %.4g",
+            client,
+            report.before,
+            report.after,
+        )
 
     def lose(self, reason: str) -> None:
         """Record that the round has no new model."""
@@ -135,7 +140,7 @@ class RoundRecord:
             return False
         return True
 
-    def metrics(self, aligned: bool) -> dict[str, float | int]:
+    def metrics(self, aligned: bool) -> dict[str, float]:
         """Return the round's figures over all clients (docs/reference/metrics.md).
 
         Without alignment these are the numbers of lost replies that are not 0, and the
@@ -207,8 +212,13 @@ class RoundRecord:
             len(self.failed),
             removed,
         )
-        about = {"accepted": self.accepted, "other_basis": self.other_basis}
-        conclusion = verdict.verdict(reports, aligned=aligned, lost=self.lost, **about)
+        conclusion = verdict.verdict(
+            reports,
+            accepted=self.accepted,
+            aligned=aligned,
+            other_basis=self.other_basis,
+            lost=self.lost,
+        )
         if self.sentence and not self.lost:
             conclusion = self.sentence
         log(INFO, "Round %d: %s", self.number, conclusion)
@@ -228,11 +238,10 @@ class RoundRecord:
             for client, report in self.reports
             for row in report.rows()
         ]
-        dropped = [
-            {"client": client, "dropped": reason} for client, reason in self.dropped
-        ]
-        failed = [
-            {"client": client, "failed": reason} for client, reason in self.failed
+        lost = [
+            {"client": client, kind: reason}
+            for kind, replies in (("dropped", self.dropped), ("failed", self.failed))
+            for client, reason in replies
         ]
         notes = [
             {"tensor": tensor, "note": note} for tensor, note in self.notes.items()
@@ -244,5 +253,5 @@ class RoundRecord:
             of_round.append({"said": self.sentence, **self.measured})
         if self.guard:
             of_round.append(self.guard)
-        rows = [*aligned, *dropped, *failed, *notes, *of_round, *self.origins]
+        rows = [*aligned, *lost, *notes, *of_round, *self.origins]
         return [{"round": self.number, **row} for row in rows]

@@ -7,13 +7,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from flwr.app import Message
 
-from fedrot.aggregation import Statistics
+from fedrot.aggregation import Aggregator, Statistics
 from fedrot.report import AlignmentReport
 from fedrot.strategies.round.asked import Question, question_of
+from fedrot.strategies.wire.arrays import flat_bytes
 from fedrot.tensors import Tensors
+
+#: Builds the aggregator of a round.
+Builder = Callable[[], Aggregator]
+
+#: Returns the broadcast model in a round's coordinates; None if it is in them.
+MovedBroadcast = Callable[[], Tensors] | None
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,7 @@ class Update:
         """A number made of the client's id and of every value of its tensors."""
         checksum = zlib.crc32(str(self.client).encode())
         for tensor in self.tensors.values():
-            values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            checksum = zlib.crc32(values.numpy().data, checksum)
+            checksum = zlib.crc32(flat_bytes(tensor).numpy().data, checksum)
         return checksum
 
 

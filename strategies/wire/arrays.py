@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.wire.flower_compat import NUMPY
-from fedrot.tensors import unusable
+from fedrot.tensors import Shape, Shaped, TensorDict, Tensors, unusable
 
 R = TypeVar("R", ArrayRecord, MetricRecord, ConfigRecord)
 
@@ -45,7 +45,6 @@ _FLOATS = ("float16", "float32", "float64")
 _TORCH = {
     np.dtype(name): getattr(torch, name) for name in ("bool", *_INTEGERS, *_FLOATS)
 }
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Largest number of dimensions, and of bytes in an npy header with this number.
 _DIMENSIONS = 32
@@ -56,9 +55,7 @@ _HEADER = 1024
 _ELEMENTS = 2**48
 
 
-def to_arrays(
-    tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
-) -> ArrayRecord:
+def to_arrays(tensors: Tensors, dtype: torch.dtype | None = None) -> ArrayRecord:
     """Return a model's tensors as arrays, under all of their names.
 
     Tensors of one shape and layout that share memory (tied embeddings) are sent once.
@@ -100,7 +97,7 @@ def to_arrays(
     return arrays
 
 
-def from_arrays(record: ArrayRecord, *, writable: bool = False) -> dict[str, Tensor]:
+def from_arrays(record: ArrayRecord, *, writable: bool = False) -> TensorDict:
     """Return the arrays of ``to_arrays``, or Flower's own arrays, as CPU tensors.
 
     Received bytes are not trusted: an array whose contents differ from its claimed
@@ -129,7 +126,7 @@ class Header(NamedTuple):
         start: the place of the first value among the bytes.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     stored: np.dtype[Any]
     fortran: bool
@@ -151,8 +148,8 @@ def headers(record: ArrayRecord) -> dict[str, Header]:
 
 
 def decoded(
-    record: ArrayRecord, of: Mapping[str, Header], *, writable: bool = False
-) -> dict[str, Tensor]:
+    record: ArrayRecord, of: Mapping[str, Header], *, writable: bool
+) -> TensorDict:
     """Return a record's tensors, given its ``headers``; see ``from_arrays``."""
     # Tied names share a header; a tie may point to a later name.
     tensors: dict[int, Tensor] = {}
@@ -166,7 +163,7 @@ def decoded(
     return {name: tensors[id(known)] for name, known in of.items()}
 
 
-def model_hash(tensors: Mapping[str, Tensor], without: Collection[str] = ()) -> str:
+def model_hash(tensors: Tensors, without: Collection[str] = ()) -> str:
     """Return the SHA-256 of a model; of a sent one, of its ``from_arrays(record)``.
 
     Hashed are, in the order of the names, a line of JSON such as ``["fc.weight",
@@ -178,8 +175,7 @@ def model_hash(tensors: Mapping[str, Tensor], without: Collection[str] = ()) -> 
         dtype = str(tensor.dtype).removeprefix("torch.")
         digest.update(f"{json.dumps([name, dtype, [*tensor.shape]])}\n".encode())
         if name not in without:
-            value = tensor.detach().cpu().contiguous()
-            digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(flat_bytes(tensor).numpy().data)
     return digest.hexdigest()
 
 
@@ -187,16 +183,12 @@ def encode(name: str, tensor: Tensor) -> Array:
     """Return a tensor as an array: one of Flower's own, except for bfloat16."""
     value = tensor.detach().cpu().contiguous()
     if value.dtype == torch.bfloat16:
-        return Array(
-            "bfloat16", tuple(value.shape), BFLOAT16, _npy(value.view(torch.uint16))
-        )
+        return _array(value, BFLOAT16, _npy(value.view(torch.uint16)))
     if value.dtype not in _TORCH.values():
         raise FedrotError(
             f"The tensor '{name}' is {value.dtype}, which cannot be sent; convert it."
         )
-    return Array(
-        str(value.dtype).removeprefix("torch."), tuple(value.shape), NUMPY, _npy(value)
-    )
+    return _array(value, NUMPY, _npy(value))
 
 
 def decode(name: str, array: Array, of: Header | None = None) -> Tensor:
@@ -255,8 +247,9 @@ def header(name: str, array: Array) -> Header:
     expected = prod(shape) * stored.itemsize
     if size != expected:
         raise _unreadable(name, f"has {size} bytes of values instead of {expected}")
-    dtype = torch.bfloat16 if bits else _TORCH[stored]
-    return Header(shape, dtype, stored, fortran, start)
+    return Header(
+        shape, torch.bfloat16 if bits else _TORCH[stored], stored, fortran, start
+    )
 
 
 # A model's arrays have few headers, and Python's parser is slow.
@@ -273,11 +266,19 @@ def _parsed(header: bytes) -> tuple[Sequence[int], bool, np.dtype[Any], int]:
 
 def same_bits(first: Tensor, other: Tensor) -> bool:
     """Return whether two CPU tensors of one shape have equal bits, also NaN and -0."""
-    a, b = (
-        tensor.contiguous().view(_BITS[tensor.element_size()])
-        for tensor in (first, other)
+    return first.dtype == other.dtype and torch.equal(
+        flat_bytes(first), flat_bytes(other)
     )
-    return first.dtype == other.dtype and torch.equal(a, b)
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor's values in C order, uint8 ``[bytes]``, on the CPU.
+
+    They share the tensor's memory if possible.
+    """
+    values = tensor.detach().cpu().contiguous()
+    # Of a single value, ``reshape`` keeps a stride that ``view`` refuses.
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
 
 
 class _Unlocked:
@@ -326,7 +327,7 @@ def _unreadable(name: str, problem: str) -> UpdateError:
 
 
 def replace_changed(
-    arrays: ArrayRecord, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+    arrays: ArrayRecord, before: Tensors, after: Tensors
 ) -> ArrayRecord:
     """Return ``after`` as Flower's own arrays, which any strategy can read.
 
@@ -359,6 +360,11 @@ def records_of_type(content: RecordDict, kind: type[R]) -> dict[str, R]:
     }
 
 
+def shapes_of(arrays: Mapping[str, Shaped]) -> dict[str, Shape]:
+    """Return the shapes of tensors or arrays, by name."""
+    return {name: tuple(array.shape) for name, array in arrays.items()}
+
+
 def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
     """Return a reply's ArrayRecords that are models; a valid reply has exactly one."""
     return {
@@ -366,6 +372,14 @@ def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
         for name, arrays in records_of_type(content, ArrayRecord).items()
         if name != STATISTICS
     }
+
+
+def array_record(content: RecordDict, name: str) -> ArrayRecord:
+    """Return the ArrayRecord of this name; raises ``UpdateError`` if it is missing."""
+    record = records_of_type(content, ArrayRecord).get(name)
+    if record is None:
+        raise UpdateError(f"The answer has no ArrayRecord '{name}'.")
+    return record
 
 
 def without_arrays(content: RecordDict) -> RecordDict:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
-from torch import Tensor
 
 from fedrot.aggregation import Statistics
 from fedrot.collect.statistics import check_statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.wire.arrays import STATISTICS, decode, encode, records_of_type
+from fedrot.tensors import Shapes, TensorDict, Tensors
 
 #: Separators of a kind from names, and of the names that share one matrix.
 _KIND = "/"
@@ -68,7 +68,7 @@ def statistics_record(
     return ArrayRecord(arrays)
 
 
-def _sharing(by_name: Mapping[str, Tensor]) -> Iterable[list[str]]:
+def _sharing(by_name: Tensors) -> Iterable[list[str]]:
     """Return the names that share one value, by value."""
     names: dict[int, list[str]] = {}
     for name, value in by_name.items():
@@ -78,9 +78,9 @@ def _sharing(by_name: Mapping[str, Tensor]) -> Iterable[list[str]]:
 
 def read_statistics(
     content: RecordDict,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    shapes: Shapes | None = None,
     copy: bool = False,
-) -> dict[str, dict[str, Tensor]]:
+) -> dict[str, TensorDict]:
     """Return the statistics of a reply, empty if it has none.
 
     Each array is checked before the next one is decoded: many keys can share one large
@@ -95,7 +95,7 @@ def read_statistics(
         UpdateError: they cannot be decoded, a tensor has two of one kind, or see
             ``check_statistics``.
     """
-    statistics: dict[str, dict[str, Tensor]] = {}
+    statistics: dict[str, TensorDict] = {}
     for key, array in records_of_type(content, ArrayRecord).get(STATISTICS, {}).items():
         kind, separator, joined = key.partition(_KIND)
         if not separator:

@@ -8,12 +8,10 @@ import json
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 import fedrot
 from tests.deployment.app.scenario.task import (
@@ -66,7 +64,7 @@ def results(federation):
         federation.start(f"node{client}", federation.command(way, client))
     run = federation.start("run", federation.command("run"))
 
-    def training() -> bool:
+    def training():
         assert run.poll() is None, f"The run ended too early.\n{federation.logs()}"
         return (results / TRAINING).exists()
 
@@ -78,7 +76,7 @@ def results(federation):
     return results
 
 
-def expected(scrambled: bool = False) -> dict[str, Tensor]:
+def expected(scrambled=False):
     """Return the model after two rounds in float64: weighted means of who is left in
     each.
 
@@ -108,7 +106,7 @@ def expected(scrambled: bool = False) -> dict[str, Tensor]:
     return tensors
 
 
-def rows(results: Path) -> list[dict[str, Any]]:
+def rows(results):
     return [
         json.loads(line)
         for line in (results / "alignment.jsonl").read_text().splitlines()
@@ -172,7 +170,7 @@ def test_flower_lists_the_run_and_the_nodes(federation):
     )
 
 
-def listed(federation: Federation, name: str) -> dict[str, Any]:
+def listed(federation, name):
     """Return what a command of the page lists, as JSON."""
     text = federation.run(name, f"{federation.command(name).rstrip()} --format json")
     return json.loads(text[text.index("{") :])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from fedrot import SymmetryError, check_function, symmetry_of
@@ -32,7 +29,7 @@ from tests.models import (
 NAME = "bert-classifier"
 
 
-def _check(name: str, model: nn.Module, **given: Any) -> float:
+def _check(name, model, **given):
     if name.endswith("-choice"):
         given.setdefault("batch", inputs(name))
     return check_function(model, config_of(name).to_dict(), symmetry_for(name), **given)
@@ -79,31 +76,29 @@ class _Wrapped(nn.Module):
     its modules.
     """
 
-    def __init__(
-        self, answer: Callable[..., Any], place: str = "", model: Any = None
-    ) -> None:
+    def __init__(self, answer, place="", model=None):
         super().__init__()
         self.inner = fresh_model(NAME) if model is None else model
         self.answer, self.seen, self.use_cache = answer, torch.zeros(0), None
         if place:
             self.inner.get_submodule(place).register_forward_hook(self._look)
 
-    def _look(self, module: nn.Module, args: Any, out: Tensor) -> None:
+    def _look(self, module, args, out):
         self.seen = out
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args, **kwargs):
         return self.inner.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict, *args, **kwargs):
         return self.inner.load_state_dict(state_dict, *args, **kwargs)
 
-    def forward(self, use_cache: Any = None, **batch: Any) -> Any:
+    def forward(self, use_cache=None, **batch):
         self.use_cache = use_cache
         found = self.inner(**batch, output_hidden_states=True)
         return self.answer(self, found.logits, found.hidden_states[-1])
 
 
-def _heads(seen: Tensor) -> Tensor:
+def _heads(seen):
     return seen.flatten(0, -2)[:3].unflatten(-1, (-1, DIM))
 
 
@@ -124,7 +119,7 @@ READ = {
 }
 
 
-def _reading(part: str, seen_in: str = "", factor: float = 1.0) -> _Wrapped:
+def _reading(part, seen_in="", factor=1.0):
     """Return a model whose output also depends on what one module computes, unit by
     unit.
     """
@@ -170,7 +165,7 @@ def test_unit_gains_hide_nothing():
     gain = model.bert.embeddings.LayerNorm.weight
     assert torch.equal(gain, torch.ones_like(gain))
 
-    def answer(model: Any, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def answer(model, logits, hidden):
         gain = model.inner.bert.embeddings.LayerNorm.weight[:3]
         return logits, gain * torch.arange(1.0, 4.0).to(gain)
 
@@ -186,7 +181,7 @@ def test_two_heads_are_moved_whatever_the_seed():
     class First(BertForSequenceClassification):
         """Looks at the attention of the first head."""
 
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args, **kwargs):
             out = super().forward(*args, output_attentions=True, **kwargs)
             return out.logits, out.attentions[0][:, 0]
 

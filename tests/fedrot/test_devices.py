@@ -4,14 +4,11 @@ pretended one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fedrot import AlignmentOptions, UpdateError, align
 from fedrot.aggregation import Fisher, Mean, RegMean
@@ -20,7 +17,7 @@ from tests.families import symmetry_for
 from tests.fedrot.oracles import seeded
 from tests.fedrot.pairs import OPTIONS, beside, movable_options
 from tests.fedrot.pretend import DEVICE, Pretend
-from tests.models import EAGER, State, largest_difference
+from tests.models import EAGER, largest_difference
 
 #: How often the host may wait for the device while one layer is aligned to an anchor it
 #: is near or far from. A rotation's iterations ask after every step whether they are
@@ -38,7 +35,7 @@ def rounding():
     torch.set_float32_matmul_precision(before)
 
 
-def _fetched(tensors: Mapping[str, Tensor]) -> State:
+def _fetched(tensors):
     assert {tensor.device for tensor in tensors.values()} == {DEVICE}
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
@@ -57,7 +54,7 @@ MORE |= OPTIONS
 
 
 @cache
-def models(family: str) -> list[State]:
+def models(family):
     """Return an anchor, a client near it and one far from it."""
     return beside(family, 0.02, 1.0)
 
@@ -129,7 +126,7 @@ def test_the_host_seldom_waits(family, which):
         assert (device.reads, device.uploads) == (0, 0)
 
 
-def _statistics(client: State) -> Any:
+def _statistics(client):
     """Return statistics of every kind that aggregators ask for."""
     generator = seeded(3)
     grams = {}
@@ -159,7 +156,7 @@ def test_aggregation_on_the_device_is_that_on_the_cpu(which):
     build, kinds = AGGREGATORS[which]
     options = MORE["fisher" if "fisher" in kinds else "eager"]
 
-    def merged(put: Callable[[State], State]) -> State:
+    def merged(put):
         aggregator = build()
         for weight, client in enumerate(clients, start=1):
             statistics = _statistics(client)

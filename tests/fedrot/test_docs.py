@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, RecordDict
 from flwr.clientapp import ClientApp
 from peft import LoraConfig
 from transformers import (
@@ -30,7 +30,6 @@ from fedrot.simulations.cli.app import app
 from fedrot.simulations.federation import cells
 from fedrot.simulations.federation.grids import local_clients
 from fedrot.strategies import LabelledRows, answer_with_sums
-from tests.models import Settings, State
 from tests.simulations.commands import run
 from tests.simulations.saved.folders import tokenizer
 from tests.strategies.fakes import FakeGrid, reply, tensors_of
@@ -58,11 +57,11 @@ _PRINTED = {
 }
 
 
-def _code(page: str) -> list[str]:
+def _code(page):
     return _CODE.findall((DOCS / page).read_text(encoding="utf-8"))
 
 
-def _executed(page: str, count: int) -> Settings:
+def _executed(page, count):
     """Run the Python of a page as one script, and return its names."""
     blocks = _code(page)
     assert len(blocks) == count
@@ -76,7 +75,7 @@ def _executed(page: str, count: int) -> Settings:
     return scope
 
 
-def _unchanged(message: Message) -> Message:
+def _unchanged(message):
     """Answer as a client that learned nothing."""
     return reply(message, tensors_of(message.content["arrays"]), 10)
 
@@ -102,7 +101,7 @@ def test_the_python_of_every_page_runs(
     )
 
 
-def _batches() -> list[State]:
+def _batches():
     return [{"input_ids": torch.randint(40, (60, 8)), "labels": torch.arange(60) % 6}]
 
 
@@ -122,7 +121,7 @@ def test_every_block_of_the_front_pages_runs(page, tmp_path, monkeypatch):
     rows = "\n".join(f"w{n % 30},LABEL_{n % 6},c{n % 3}" for n in range(90))
     Path("mine.csv").write_text(f"text,label,client\n{rows}\n", encoding="utf-8")
 
-    def client(message: Message) -> Message:
+    def client(message):
         if message.metadata.message_type in ("train", "evaluate"):
             return _unchanged(message)
         return app(message, Context(1, 1, {}, RecordDict(), {}))

@@ -64,7 +64,7 @@ ROOMS = {
 }
 
 
-def imported(source: str, package: str) -> set[str]:
+def imported(source, package):
     """Return every module that the source imports, wherever in the file, as absolute
     names.
     """
@@ -86,12 +86,12 @@ def imported(source: str, package: str) -> set[str]:
     return names
 
 
-def violations(names: set[str], forbidden: tuple[str, ...]) -> set[str]:
+def violations(names, forbidden):
     """Return the names that are, or lie below, a forbidden module."""
     return {n for n in names for f in forbidden if n == f or n.startswith(f"{f}.")}
 
 
-def _imports(folder: str) -> dict[Path, set[str]]:
+def _imports(folder):
     """Return what every file of a folder imports."""
     found = {}
     for path in sorted((ROOT / folder).rglob("*.py")):
@@ -111,7 +111,7 @@ def test_arrows_point_one_way(folder):
     assert {path: names for path, names in wrong.items() if names} == {}
 
 
-def arrows(folder: str) -> dict[str, set[str]]:
+def arrows(folder):
     """Return the modules of a folder, each with those of the folder that it imports.
 
     Imports inside functions and for types count; a package's face (``__init__``) does

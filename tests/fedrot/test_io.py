@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from fedrot.errors import FedrotError
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a.json"
 
-    def half() -> None:
+    def half():
         with replacing(path) as temporary:
             temporary.write_text("half")
             raise OSError("disk full")
@@ -38,7 +37,7 @@ def full(monkeypatch):
     """A disk with room for ten bytes of every file, as ``open`` meets it."""
 
     class Full(io.FileIO):
-        def write(self, data: Any) -> int:
+        def write(self, data):
             room = 10 - self.tell() % 1000
             if room <= 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -46,9 +45,7 @@ def full(monkeypatch):
 
     real = io.open
 
-    def opened(
-        file: Any, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any
-    ) -> Any:
+    def opened(file, mode="r", buffering=-1, *args, **kwargs):
         if not {*mode} & {"w", "a"}:
             return real(file, mode, buffering, *args, **kwargs)
         raw = Full(file, mode.replace("b", ""))
@@ -81,7 +78,7 @@ def test_a_full_disk_leaves_what_was_there_and_is_named(tmp_path, full):
 def test_the_error_of_a_file_in_a_new_folder_names_the_place_that_was_asked_for(
     tmp_path,
 ):
-    def write() -> None:
+    def write():
         with replacing(tmp_path / "model") as folder:
             folder.mkdir()
             write_tensors(

@@ -5,7 +5,6 @@ repeats.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import nbformat
 import pytest
@@ -19,11 +18,11 @@ LONG = [
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]\d+)?")
 
 
-def stored(name: str) -> Any:
+def stored(name):
     return nbformat.read(TUTORIALS / f"{name}.ipynb", as_version=4)
 
 
-def printed(notebook: Any) -> str:
+def printed(notebook):
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     return "".join(output.text for output in outputs if output.output_type == "stream")
 

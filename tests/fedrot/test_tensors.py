@@ -5,12 +5,9 @@ do instead.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fedrot import (
     AlignmentOptions,
@@ -30,7 +27,6 @@ from tests.models import (
     CASES,
     EVERYTHING,
     FULL,
-    Parts,
     cast,
     config_of,
     fresh_model,
@@ -41,11 +37,10 @@ from tests.models import (
 
 NAME = "bert-classifier"
 BASE, SYMMETRY = state_of(NAME), symmetry_for(NAME)
-Change = Callable[[Tensor], Tensor | None]
 
 
-def _entry(value: float) -> Change:
-    def change(tensor: Tensor) -> Tensor:
+def _entry(value):
+    def change(tensor):
         out = tensor.clone()
         out.view(-1)[3] = value
         return out
@@ -71,9 +66,7 @@ DAMAGES = [
 ]
 
 
-def refused(
-    name: str, word: str, update: Any, anchor: Any, parts: Parts = EVERYTHING
-) -> None:
+def refused(name, word, update, anchor, parts=EVERYTHING):
     """Check that a tensor is refused by its name, with a word of the reason."""
     with pytest.raises(UpdateError, match=word) as caught:
         align(update, anchor, SYMMETRY, AlignmentOptions(parts=parts))
@@ -158,11 +151,10 @@ def test_a_tensor_that_cannot_be_computed_with_is_named(name, kind):
         assert says in str(caught.value)
 
 
-def _align(update: Any, anchor: Any, symmetry: Any = None, options: Any = None) -> Any:
+def _align(update, anchor, symmetry=None, options=None):
     return align(update, anchor, symmetry or SYMMETRY, options)
 
 
-Call = Callable[[Any, Any], Any]
 #: Calls that a new user makes by mistake with a model and its state, and what the
 #: errors say to write.
 CALLS = {

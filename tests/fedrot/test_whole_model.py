@@ -5,19 +5,17 @@ together.
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
-from fedrot import WHOLE_MODEL, Alignment, AlignmentOptions, align, symmetry_of
+from fedrot import WHOLE_MODEL, AlignmentOptions, align, symmetry_of
 from fedrot.matching import descent
 from tests.fedrot.oracles import seeded
 from tests.fedrot.pairs import checked_report
 from tests.models import (
     WIDTH,
-    State,
     align_tensors,
     largest_difference,
     near,
@@ -28,13 +26,11 @@ from tests.models import (
 )
 
 
-def _options(**settings: Any) -> AlignmentOptions:
+def _options(**settings):
     return AlignmentOptions(**({"parts": WHOLE_MODEL} | settings))
 
 
-def _let_sweep(
-    monkeypatch: pytest.MonkeyPatch, sweeps: int, tolerance: float = 0.0
-) -> None:
+def _let_sweep(monkeypatch, sweeps, tolerance=0.0):
     monkeypatch.setattr(descent, "SWEEPS", sweeps)
     monkeypatch.setattr(descent, "TOLERANCE", tolerance)
 
@@ -57,7 +53,7 @@ def test_sweeps_stop_where_nothing_is_gained(monkeypatch):
     name = "bert-classifier"
     anchor, update, symmetry = state_of(name), state_of(name, 5), symmetry_for(name)
 
-    def found(sweeps: int, tolerance: float = 0.0) -> Alignment:
+    def found(sweeps, tolerance=0.0):
         _let_sweep(monkeypatch, sweeps, tolerance)
         return align(update, anchor, symmetry, _options())
 
@@ -67,7 +63,7 @@ def test_sweeps_stop_where_nothing_is_gained(monkeypatch):
     assert found(20, 0.5).report.after == pytest.approx(found(1).report.after)
 
 
-def _disagreeing(state: State, key: str, other: int) -> State:
+def _disagreeing(state, key, other):
     """Return a client part of which lies in another order of the residual stream."""
     order = torch.randperm(WIDTH, generator=seeded(other))
     out = near(state, 0.05, other)
@@ -112,7 +108,7 @@ def test_distance_never_grows_where_a_matrix_has_both_axes_in_the_stream(
 # Against brute force, on a model that is small enough for it
 
 
-def _tiny(seed: int) -> tuple[Any, State]:
+def _tiny(seed):
     config = BertConfig(
         vocab_size=7,
         hidden_size=4,
@@ -126,7 +122,7 @@ def _tiny(seed: int) -> tuple[Any, State]:
     return config, {k: v.detach().clone() for k, v in model.state_dict().items()}
 
 
-def _stream_moved(state: State, order: list[int]) -> State:
+def _stream_moved(state, order):
     """Return the model with its residual stream in another order, written out name by
     name.
     """
@@ -155,7 +151,7 @@ def test_coordinate_descent_ends_in_the_best_for_its_order_of_a_tiny_stream(
     symmetry = symmetry_of(config, anchor)
     inside = _options(parts=[part for part in WHOLE_MODEL if part != "residual"])
 
-    def closest(order: tuple[int, ...]) -> float:
+    def closest(order):
         """Return the least distance that all parts but the stream reach: each has one
         best element.
         """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -11,8 +10,6 @@ import fedrot
 from fedrot.errors import SymmetryError
 from tests.families import MEMBERS, config_of, state_of
 from tests.fuzz.cases import fuzzed, misspelt, values
-
-Model = tuple[dict[str, Any], dict[str, tuple[int, ...]]]
 
 WORDS = ("gelu", "bert", "llama", "c2p|p2c", "")
 shapes = st.lists(st.integers(-1, 50), max_size=4).map(tuple)

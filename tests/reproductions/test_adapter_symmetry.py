@@ -7,7 +7,7 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord
 
 import fedrot
 from fedrot.errors import SymmetryError, UpdateError
@@ -19,7 +19,7 @@ from tests.fedrot.lora.test_averaging import IN, MODULES, adapter, drawing, pair
 from tests.fedrot.lora.test_peft import SETTINGS, outputs
 from tests.models import largest_difference
 from tests.reproductions.test_lora_rivals import averaged
-from tests.strategies.fakes import Client, grid_of, reply
+from tests.strategies.fakes import grid_of, reply
 from tests.strategies.test_lora import floats
 
 #: The adapters of these tests are too small for a test against chance.
@@ -75,10 +75,10 @@ def test_evidence_decides():
             )
 
 
-def turning(index: int) -> Client:
+def turning(index):
     """Return a node that sends what it received, moved by a little and rotated."""
 
-    def train(message: Message) -> Message:
+    def train(message):
         (received,) = message.content.array_records.values()
         start = received.to_torch_state_dict()
         step = floats(adapter(index))

@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,7 +16,7 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import Ridge
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
 from transformers import BertConfig, BertModel
 from typer.testing import CliRunner
@@ -78,7 +77,7 @@ def test_an_epoch_is_that_of_torch_and_scaffold_has_its_option_two(arm):
     order = np.arange(50)
     shift = torch.randn(9) if arm.scaffold else torch.zeros(9)
 
-    def loss(flat: Tensor, places: Any) -> Tensor:
+    def loss(flat, places):
         return cross_entropy(x[places] @ flat.view(3, 3), labels[places])
 
     end, gradient = epoch(loss, start, order, arm, shift)
@@ -163,7 +162,7 @@ def test_the_probe_is_fedavg_of_the_head_alone(federation):
     own = federation.cell
     read = federation.features(federation.start, np.arange(230))
 
-    def loss(flat: Tensor, rows: Any) -> Tensor:
+    def loss(flat, rows):
         logits = read[rows] @ flat[:72].view(3, 24).T + flat[72:]
         return cross_entropy(logits, federation.labels[rows])
 
@@ -263,7 +262,7 @@ def test_a_cell_divides_all_rows_and_knows_its_worst_client(skew):
     )
 
 
-def invoked(*line: object) -> str:
+def invoked(*line):
     """Return what a command prints on a wide terminal, with single spaces."""
     result = CliRunner().invoke(
         __main__.app,

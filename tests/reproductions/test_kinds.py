@@ -5,30 +5,27 @@ fewer steps.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 import reproductions.plugins  # noqa: F401
 from fedrot.simulations.data.tokenizers import bundled_tokenizer
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.federation.cells import RUNS, CellRun, run_cell
+from fedrot.simulations.federation.cells import RUNS, run_cell
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid, local_clients
 from fedrot.simulations.models import build_model
 from fedrot.simulations.run_folder import cells_of
 from fedrot.simulations.strategy import KINDS
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.training import Task, task_of
+from fedrot.simulations.tasks.training import task_of
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 from reproductions.ensemble import Ensemble, with_state
-from tests.simulations.commands import Fields
 
 SMALL = {
     "train_limit": 64,
@@ -49,18 +46,18 @@ OF_LORA = {
 }
 
 
-def rival(name: str, **options: Any) -> Fields:
+def rival(name, **options):
     return {"name": name, "kind": "rival", "options": options}
 
 
 RANKS = {**LORA, "r": [2, 4]}
 
 
-def experiment_of(*strategies: Any, **changes: Any) -> Experiment:
+def experiment_of(*strategies, **changes):
     return Experiment.from_flat({**SMALL, "strategies": [*strategies], **changes})
 
 
-def run(experiment: Experiment, scratch: Path) -> dict[str, CellRun]:
+def run(experiment, scratch):
     """Run the cells of an experiment in this process; return them by strategy."""
     found = {}
     with outside_of_the_engine():
@@ -72,7 +69,7 @@ def run(experiment: Experiment, scratch: Path) -> dict[str, CellRun]:
     return found
 
 
-def value(cell: CellRun, metric: str, scope: str, server_round: int) -> float:
+def value(cell, metric, scope, server_round):
     (row,) = (
         r
         for r in cell.rows
@@ -81,7 +78,7 @@ def value(cell: CellRun, metric: str, scope: str, server_round: int) -> float:
     return float(row["value"])
 
 
-def errors(cell: CellRun) -> list[float]:
+def errors(cell):
     return [value(cell, "fedrot-adapter-error", "round", number) for number in (1, 2)]
 
 
@@ -124,25 +121,23 @@ def test_what_does_not_go_together_is_refused(strategy, changes, said):
 class Says(nn.Module):
     """A model that always gives the same logits."""
 
-    def __init__(self, problem: str, *rows: tuple[float, ...]) -> None:
+    def __init__(self, problem, *rows):
         super().__init__()
         self.config = SimpleNamespace(problem_type=problem)
         self.rows = torch.tensor(rows)
 
-    def forward(self, **inputs: Tensor) -> SimpleNamespace:
+    def forward(self, **inputs):
         return SimpleNamespace(logits=self.rows)
 
 
-def together(
-    problem: str, *rows: tuple[float, ...], probabilities: bool
-) -> list[float]:
+def together(problem, *rows, probabilities):
     models = [Says(problem, row) for row in rows]
     return (
         Ensemble(models, probabilities)(input_ids=torch.zeros(1, 2)).logits[0].tolist()
     )
 
 
-def logs(*values: float) -> list[float]:
+def logs(*values):
     return [math.log(value) for value in values]
 
 
@@ -210,9 +205,7 @@ def test_the_clients_models_of_a_round_answer_together(tmp_path):
 def test_joined_steps_are_those_of_one_client(tmp_path, monkeypatch):
     asked = []
 
-    def train(
-        model: Any, of: Task, rows: Any, seed: int, epochs: float, lr: float
-    ) -> float:
+    def train(model, of, rows, seed, epochs, lr):
         asked.append((len(rows), epochs))
         return 0.0
 

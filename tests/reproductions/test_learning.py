@@ -5,25 +5,22 @@ the true ones.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fedrot
 from fedrot.alignment import learning
-from fedrot.alignment.learning import Learnable, Learned, learn_alignment, loss_of
+from fedrot.alignment.learning import Learnable, learn_alignment, loss_of
 from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Group, Move, Slice, Slot
 from reproductions.learning import HeadLinear, LearningOptions, SoftPermutation
+from tests.fedrot.alignment.test_learning import batches_of
 from tests.fedrot.oracles import along, dense, seeded
 from tests.models import (
     DIM,
     FEW,
     HEADS,
-    VOCABULARY,
-    State,
     fresh_model,
     largest_difference,
     logits,
@@ -33,43 +30,25 @@ from tests.models import (
 
 NAME = "bert-classifier"
 ALL = ("attention", "ffn", "residual")
-Batch = dict[str, Tensor]
 
 
-def _model(tensors: State, name: str = NAME) -> Any:
+def _model(tensors, name=NAME):
     model = fresh_model(name)
     model.load_state_dict(tensors)
     return model.eval()
 
 
-def _batches(name: str = NAME, count: int = 2, labels: Any = None) -> list[Batch]:
-    """Return labelled batches; a classifier's labels are what this model answers."""
-    found = []
-    for seed in range(count):
-        ids = torch.randint(4, VOCABULARY, (16, 7), generator=seeded(seed))
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        shape = ids.shape if name.endswith("mlm") else ids.shape[:1]
-        batch["labels"] = torch.randint(3, shape, generator=seeded(9 + seed))
-        if labels is not None:
-            with torch.no_grad():
-                batch["labels"] = labels(**batch).logits.argmax(-1)
-        found.append(batch)
-    return found
-
-
-def _learn(
-    anchor: State, update: State, name: str = NAME, batches: Any = None, **settings: Any
-) -> Learned:
+def _learn(anchor, update, name=NAME, batches=None, **settings):
     start = settings.pop("start", None)
     options = LearningOptions(**{"steps": 5, **settings})
     loss = loss_of(_model(anchor, name))
-    given = _batches(name) if batches is None else batches
+    given = batches_of(name) if batches is None else batches
     return learn_alignment(
         loss, given, update, anchor, symmetry_for(name), start, options
     )
 
 
-def _in_gl(state: State, seed: int, spread: float = 1.0) -> State:
+def _in_gl(state, seed, spread=1.0):
     """Return the same function after a random element of GL(d_h) in every head."""
     out = dict(state)
     for group in symmetry_for(NAME).select(("attention",)):
@@ -118,7 +97,7 @@ def test_the_loss_of_the_average_falls_where_rotations_cannot_help():
     anchor = state_of(NAME)
     update = _in_gl(anchor, 1)
     assert (logits(NAME, update) - logits(NAME, anchor)).abs().max() <= 1e-8
-    batches = _batches(count=1, labels=_model(anchor))
+    batches = batches_of(count=1, labels=_model(anchor))
     losses = []
     for general in (True, False):
         options = {"batches": batches, "steps": 50, "lr": 3e-2, "general": general}
@@ -161,7 +140,7 @@ def test_rotations_are_learned_as_fedrot_learns_them():
     anchor = state_of(NAME)
     update = state_of(NAME, 4)
     start = fedrot.align(update, anchor, symmetry)
-    given = (loss_of(_model(anchor)), _batches(), update, anchor, symmetry, start)
+    given = (loss_of(_model(anchor)), batches_of(), update, anchor, symmetry, start)
     ours = learning.learn_alignment(
         *given, learning.LearningOptions(("attention",), steps=4)
     )
@@ -227,7 +206,7 @@ def test_a_permutation_acts_hard_and_learns_softly():
     towards = torch.randn(6, 6, generator=seeded(2), dtype=torch.float64)
     (gradient,) = torch.autograd.grad((hard * towards).sum(), scores)
 
-    def soft(p: Tensor) -> Tensor:
+    def soft(p):
         """The oracle: rows and columns are divided by their sums in turn."""
         out = (p / options.temperature).exp()
         for _ in range(10):

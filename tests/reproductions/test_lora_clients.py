@@ -92,7 +92,7 @@ def test_a_client_says_before_it_trains_that_it_cannot_take_a_residual():
         train_only(shared, {TRAIN: "None"})
 
 
-def training(model: nn.Module) -> set[tuple[str, bool]]:
+def training(model):
     """Return which factor is trained or not."""
     return {
         (name.split("lora_")[1][0], parameter.requires_grad)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.lora import AdapterOptions, AdapterUpdate, average_adapters
@@ -20,7 +19,6 @@ from reproductions.lora_rivals import RivalOptions
 from tests.fedrot.lora.test_averaging import (
     MODULES,
     SETTINGS,
-    Adapter,
     adapter,
     dense_mean,
     drawing,
@@ -39,21 +37,21 @@ FOLDED = [
 ]
 
 
-def factors(tensors: Adapter, module: str) -> tuple[Tensor, Tensor]:
+def factors(tensors, module):
     return tensors[factor(module)], tensors[factor(module, "B")]
 
 
-def whole(tensors: Adapter, module: str) -> Tensor:
+def whole(tensors, module):
     """Return the product with the residual of a module."""
     return tensors[f"{module}.residual"] + product(tensors, module)
 
 
 def averaged(
-    adapters: list[Adapter],
-    options: RivalOptions,
-    previous: Adapter,
-    server_round: int = 1,
-) -> Adapter:
+    adapters,
+    options,
+    previous,
+    server_round=1,
+):
     average = options.average(SETTINGS, previous, server_round)
     for update in updates(adapters):
         average.add(update)

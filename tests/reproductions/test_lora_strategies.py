@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from flwr.serverapp.strategy import FedAdam
@@ -19,12 +16,11 @@ from reproductions.lora_strategies import FedAvgRivalLoRA, RivalLoRA
 from tests.fedrot.lora.test_averaging import (
     MODULES,
     SETTINGS,
-    Adapter,
     adapter,
     product,
 )
 from tests.simulations.tensors import close, equal
-from tests.strategies.fakes import ArrayRecord, Message, grid_of, reply
+from tests.strategies.fakes import ArrayRecord, grid_of, reply
 from tests.strategies.templates import own_messages
 from tests.strategies.test_lora import CONFIG, EVERY, client, floats, started
 
@@ -33,14 +29,12 @@ class RivalAdam(RivalLoRA, FedAdam):
     """FedAdam behind an average of adapters."""
 
 
-def of_the_schedule(
-    index: int, seen: list[str], back: bool = False
-) -> Callable[[Message], Message]:
+def of_the_schedule(index, seen, back=False):
     """Return a client that trains the factors that it is told to, and may send
     residuals back.
     """
 
-    def train(message: Message) -> Message:
+    def train(message):
         (config,) = message.content.config_records.values()
         seen.append(str(config[TRAIN]))
         (received,) = message.content.array_records.values()
@@ -62,19 +56,19 @@ FOLD = RivalOptions("mean", residual="fold")
 START = floats(adapter(9))
 
 
-def stepped(start: Adapter, index: int) -> Adapter:
+def stepped(start, index):
     """Return what a client sends that trains both factors."""
     step = floats(adapter(index))
     return {name: tensor + 0.3 * step[name] for name, tensor in start.items()}
 
 
 def played(
-    strategy: Any,
-    start: Adapter,
-    seen: list[str],
-    back: bool = False,
-    rounds: int = 2,
-) -> Any:
+    strategy,
+    start,
+    seen,
+    back=False,
+    rounds=2,
+):
     """Return the result of a run of two clients of the schedule."""
     grid = grid_of(of_the_schedule(i, seen, back) for i in range(2))
     return strategy.start(grid, ArrayRecord(start), rounds)
@@ -154,7 +148,7 @@ def test_a_round_is_the_average_of_the_replies():
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     options = RivalOptions("stack", residual="fold")
 
-    def strategy(**more: Any) -> FedAvgRivalLoRA:
+    def strategy(**more):
         execution = Server(deterministic=True)
         return FedAvgRivalLoRA(CONFIG, options, server=execution, **EVERY, **more)
 

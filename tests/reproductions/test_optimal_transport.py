@@ -16,7 +16,6 @@ from reproductions.optimal_transport import OptimalTransport
 from tests.models import (
     CASES,
     NEURONS,
-    State,
     largest_difference,
     logits,
     near,
@@ -28,12 +27,12 @@ from tests.simulations.tensors import equal
 NAME = "bert-classifier"
 
 
-def _near(name: str, seed: int) -> State:
+def _near(name, seed):
     torch.manual_seed(seed)
     return near(state_of(name), 0.05)
 
 
-def _turned(state: State, seed: int, name: str = NAME) -> State:
+def _turned(state, seed, name=NAME):
     parts = ("heads", "ffn")
     return fedrot.random_equivalent(state, symmetry_for(name), seed, parts)
 
@@ -48,7 +47,7 @@ def test_the_hard_limit_finds_the_permutation(name):
     assert (logits(name, back) - logits(name, moved)).abs().max() <= 1e-9
 
 
-def _oracle(name: str, anchor: State, update: State, regularisation: float) -> State:
+def _oracle(name, anchor, update, regularisation):
     """Mix the neurons of every layer by hand, with plain Sinkhorn iterations in
     numpy.
     """

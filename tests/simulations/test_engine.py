@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ import ray
 
 import fedrot
 from fedrot.simulations import engine
-from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
+from fedrot.simulations.engine import Ended, Job, Machine, run_jobs
 from fedrot.simulations.environment import PLUGINS, load_plugins, prepare_environment
-from tests.simulations.commands import Fields
 
 
-def halves(number: int, tell: Tell) -> None:
+def halves(number, tell):
     """Say two numbers, and fail if there is a rest."""
     tell(number // 2)
     tell(number // 2)
@@ -30,7 +28,7 @@ def halves(number: int, tell: Tell) -> None:
         raise ValueError("no third half")
 
 
-def die(path: str, tell: Tell) -> None:
+def die(path, tell):
     """End the process, and note that in a file."""
     tell("alive")
     time.sleep(0.2)
@@ -39,11 +37,11 @@ def die(path: str, tell: Tell) -> None:
     os._exit(3)
 
 
-def interrupted(tell: Tell) -> None:
+def interrupted(tell):
     raise KeyboardInterrupt
 
 
-def sleep(seconds: float, tell: Tell) -> None:
+def sleep(seconds, tell):
     """Say the plug-ins, and who works: a node of a cluster, or a process."""
     tell(os.getenv(PLUGINS))
     tell(
@@ -54,7 +52,7 @@ def sleep(seconds: float, tell: Tell) -> None:
     time.sleep(seconds)
 
 
-def running(path: str, name: str, tell: Tell) -> None:
+def running(path, name, tell):
     """Say when the job began and ended; the first one waits until another one runs
     beside it.
     """
@@ -65,15 +63,13 @@ def running(path: str, name: str, tell: Tell) -> None:
     tell((began, time.monotonic()))
 
 
-def workers() -> set[psutil.Process]:
+def workers():
     """Return the processes for jobs that are running."""
     children = psutil.Process().children(recursive=True)
     return {child for child in children if "--multiprocessing-fork" in child.cmdline()}
 
 
-def heard(
-    jobs: list[Job], machine: Machine, tick: Callable[[], None] = lambda: None
-) -> Fields:
+def heard(jobs, machine, tick=lambda: None):
     """Return what each job said, by name."""
     found = {job.name: [] for job in jobs}
     run_jobs(jobs, machine, lambda job, said: found[job.name].append(said), tick)
@@ -97,7 +93,7 @@ def test_jobs_of_this_process_say_what_they_do_and_how_they_end():
     sound(heard([Job(str(number), halves, (number,)) for number in (2, 5, 6)], ONE))
 
 
-def sound(found: Fields) -> None:
+def sound(found):
     assert (found["2"], found["6"]) == ([1, 1, Ended()], [3, 3, Ended()])
     *said, end = found["5"]
     assert (said, end.died, "in halves" in end.failure) == ([2, 2], False, True)
@@ -124,7 +120,7 @@ def test_two_places_share_the_jobs_and_the_caller_hears_and_looks_while_they_run
     monkeypatch.setenv(PLUGINS, "json")
     said, when, ticks = dict[str, list[Any]](), list[float](), list[None]()
 
-    def hear(job: Job, what: Any) -> None:
+    def hear(job, what):
         said.setdefault(job.name, []).append(what)
         when.append(time.monotonic())
 
@@ -152,7 +148,7 @@ def test_no_more_jobs_run_than_there_are_workers_and_they_begin_in_order(
 
 
 def test_nothing_is_left_running_when_the_caller_stops():
-    def stop(job: Job, said: Any) -> None:
+    def stop(job, said):
         raise KeyboardInterrupt
 
     before = workers()
@@ -169,7 +165,7 @@ def test_ctrl_c_waits_until_a_process_has_started(
     """
     start, stop, ended = SpawnProcess.start, signal.SIGINT, list[None]()
 
-    def interrupted_start(own: SpawnProcess) -> None:
+    def interrupted_start(own):
         os.kill(os.getpid(), stop)
         time.sleep(0.2)
         start(own)

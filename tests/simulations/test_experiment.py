@@ -9,7 +9,6 @@ import re
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,11 +30,11 @@ OF_LORA = {"model": "minilm", "lora": LORA}
 OF_RANKS = {**OF_LORA, "lora": {**LORA, "r": [2, 4]}}
 
 
-def of(**fields: Any) -> Experiment:
+def of(**fields):
     return Experiment.from_flat(fields)
 
 
-def names(experiment: Experiment) -> list[str]:
+def names(experiment):
     return [strategy.name for strategy in experiment.strategies]
 
 
@@ -288,7 +287,7 @@ def test_fields_of_a_strategy_are_arguments_of_fedrot_by_their_names():
     )
 
 
-def file_of(folder: Path, text: str) -> Path:
+def file_of(folder, text):
     file = folder / "mine.toml"
     file.write_text(text, encoding="utf-8")
     return file

@@ -16,7 +16,7 @@ from tests.simulations.report.runs import write_folder
 from tests.simulations.saved.folders import WEIGHTS, saved
 
 
-def safetensors(header: object, data: bytes = b"", length: int | None = None) -> bytes:
+def safetensors(header, data=b"", length=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 

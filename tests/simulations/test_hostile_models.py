@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -57,7 +55,7 @@ def model(tmp_path):
     return folder
 
 
-def sharded(path: str, index: str, folder: Path) -> None:
+def sharded(path, index, folder):
     """Name all tensors in one file, and remove it from the folder."""
     tensors = load_file(folder / WEIGHTS)
     torch.save(tensors, folder.parent / "a" / PICKLES)
@@ -67,20 +65,20 @@ def sharded(path: str, index: str, folder: Path) -> None:
     (folder / index).write_text(text)
 
 
-def linked(folder: Path) -> None:
+def linked(folder):
     """As in the hub's cache, files are links that lead out."""
     sharded("model-1.safetensors", INDEX, folder)
     (folder / "model-1.safetensors").symlink_to(folder.parent / "a" / WEIGHTS)
 
 
-def pooled_outside(folder: Path) -> None:
+def pooled_outside(folder):
     kinds = {"Transformer": "", "Pooling": "../a/1_Pooling"}
     modules = [{"type": f"m.{kind}", "path": path} for kind, path in kinds.items()]
     (folder / "modules.json").write_text(json.dumps(modules))
     configure(folder, architectures=["BertModel"])
 
 
-def adapter_inside(folder: Path) -> None:
+def adapter_inside(folder):
     fields = {"peft_type": "LORA", "base_model_name_or_path": str(folder.parent / "a")}
     (folder / "adapter_config.json").write_text(json.dumps(fields))
 
@@ -88,7 +86,7 @@ def adapter_inside(folder: Path) -> None:
 #: What the commands say of a sound model.
 SOUND = ["The function is preserved", "Nothing was written", "without such a label: "]
 #: What is done to a model, and what ``check``, ``merge`` and ``simulate`` say.
-MODELS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+MODELS = {
     "a configuration": (
         partial(configure, model_type="mine", auto_map=CLASSES),
         [OWN] * 3,

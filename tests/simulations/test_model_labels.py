@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import transformers
@@ -55,13 +53,13 @@ KINDS = {
 }
 
 
-def backwards(names: list[str]) -> list[str]:
+def backwards(names):
     return names[::-1]
 
 
 #: A case, the kind of the saved model, its labels by those of the data, and a word of
 #: what is said; empty: nothing.
-SAVED: dict[str, tuple[str, str, Callable[[list[str]], list[str]], str]] = {
+SAVED = {
     "same": ("bert", "bert", lambda names: [n.upper() for n in names], ""),
     "reversed": ("bert", "bert", backwards, "names"),
     "a decoder": ("gpt2", "gpt2", backwards, "names"),

@@ -8,7 +8,6 @@ import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -162,12 +161,12 @@ def pretrained(tmp_path_factory):
 
 
 def built(
-    folder: Path,
-    case: str = "bert",
-    rank: int | None = None,
-    seed: int = 3,
-    **changes: Any,
-) -> Any:
+    folder,
+    case="bert",
+    rank=None,
+    seed=3,
+    **changes,
+):
     task = task_for(case, model=str(folder), architecture="", **changes)
     return build_model(task.experiment, task.data, seed, rank)
 
@@ -189,7 +188,7 @@ def test_a_body_that_would_be_random_is_refused(prefix, pretrained, tmp_path):
 def test_quantised_weights_are_refused(pretrained, monkeypatch):
     real = transformers.AutoModelForSequenceClassification.from_pretrained
 
-    def quantised(*name: str, **options: Any) -> Any:
+    def quantised(*name, **options):
         model, found = real(*name, **options)
         layer = model.bert.encoder.layer[0].output.dense
         layer.weight = torch.nn.Parameter(

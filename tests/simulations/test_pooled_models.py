@@ -4,8 +4,6 @@ any other.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ import transformers
 from fedrot.errors import FedrotError
 from fedrot.simulations.models import build_model, model_config
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.training import Task, check_model, task_of
+from fedrot.simulations.tasks.training import check_model, task_of
 from fedrot.strategies import PooledClassifier
 from fedrot.task_head.fit import fitted_task_head, with_task_head
 from fedrot.task_head.sums import collect_classes
@@ -24,12 +22,12 @@ from tests.simulations.tensors import equal
 from tests.strategies.test_pooled_classifier import BERT, CLS, folder_of
 
 
-def task_with(model: object, **changes: Any) -> Task:
+def task_with(model, **changes):
     settings = {"model": str(model), "architecture": "", "test_limit": 20, **changes}
     return task_of(experiment_of("bert", **settings).to_json())
 
 
-def built(task: Task, seed: int = 0) -> Any:
+def built(task, seed=0):
     return build_model(task.experiment, task.data, seed)
 
 

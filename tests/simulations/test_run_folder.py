@@ -7,8 +7,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pandas
 import pytest
@@ -16,7 +14,6 @@ import pytest
 from fedrot.errors import FedrotError
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.run_folder import (
-    Cell,
     RunFolder,
     cells_of,
     only_writer,
@@ -24,17 +21,16 @@ from fedrot.simulations.run_folder import (
     read_run,
     versions,
 )
-from tests.simulations.commands import Fields
 from tests.simulations.report import runs as reports
 
 
-def of(**fields: Any) -> Experiment:
+def of(**fields):
     return Experiment.from_flat(
         {"name": "a", "seeds": [0], "strategies": "fedavg,aligned", **fields}
     )
 
 
-def described(*experiments: Experiment, counts: Any = ((1, 2),)) -> Fields:
+def described(*experiments, counts=((1, 2),)):
     """Return experiments by name, as in ``config.json``."""
     found = {}
     for experiment in experiments:
@@ -45,12 +41,12 @@ def described(*experiments: Experiment, counts: Any = ((1, 2),)) -> Fields:
     return found
 
 
-def row(cell: Cell, value: float = 0.5) -> Fields:
+def row(cell, value=0.5):
     name = cell.experiment.name
     return reports.row(cell.strategy.name, cell.seed, value, experiment=name)
 
 
-def filled(path: Path, *experiments: Experiment, command: str = "first") -> RunFolder:
+def filled(path, *experiments, command="first"):
     """Return a folder in which every missing cell was added."""
     folder = RunFolder(path, described(*experiments), command)
     for cell in cells_of(experiments):

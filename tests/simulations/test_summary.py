@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedrot.simulations.report.findings import lead, sentences
-from fedrot.simulations.summary import BOUNDS, Verdict, paired_difference, verdicts_of
-from tests.simulations.commands import Fields, Rows
+from fedrot.simulations.summary import BOUNDS, paired_difference, verdicts_of
 from tests.simulations.report.runs import levels, row, run_of, strategy
 
 BASE = (0.50, 0.52, 0.54)
@@ -23,22 +20,22 @@ BASE = (0.50, 0.52, 0.54)
 CLEAR, WIDE = (0.0, 0.001, 0.002), (0.03, -0.03, 0.01)
 
 
-def raised(gain: float, spread: Sequence[float] = CLEAR) -> list[float]:
+def raised(gain, spread=CLEAR):
     """Return the base's values with a gain, which differs by seed."""
     return [base + gain + own for base, own in zip(BASE, spread, strict=True)]
 
 
-def judged(rows: Rows, *strategies: Fields, **more: Any) -> Verdict:
+def judged(rows, *strategies, **more):
     (found,) = verdicts_of(run_of(rows, strategies, **more))
     return found
 
 
-def told(rows: Rows) -> str:
+def told(rows):
     """Return all that is said of some rows, a sentence a line."""
     return "\n".join([lead(judged(rows)), *sentences(judged(rows))])
 
 
-def of(name: str, accuracy: Any, loss: Any, size: float = 1e6) -> Rows:
+def of(name, accuracy, loss, size=1e6):
     """Return rows of accuracy, loss, and bytes of messages."""
     messages = dict.fromkeys(("bytes-sent", "bytes-received"), [size] * 3)
     messages["requests"] = [4.0] * 3
@@ -49,7 +46,7 @@ def of(name: str, accuracy: Any, loss: Any, size: float = 1e6) -> Rows:
 FEDAVG = of("fedavg", BASE, [1.0, 1.1, 1.2])
 
 
-def other(name: str, gain: float, fall: float, size: float = 1e6) -> Rows:
+def other(name, gain, fall, size=1e6):
     """Return rows of a strategy with a higher accuracy and a lower loss than
     FedAvg's.
     """

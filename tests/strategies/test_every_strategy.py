@@ -4,7 +4,6 @@ end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord
+from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.serverapp.strategy import (
@@ -38,14 +37,13 @@ from flwr.serverapp.strategy import (
 from flwr.serverapp.strategy.result import Result
 from flwr.supercore.differential_privacy import KEY_NORM_BIT
 from flwr.supercore.privacy_accounting import SamplingMethod
-from torch import Tensor, nn
+from torch import nn
 
 import fedrot
 from fedrot.strategies import FedRot, OtherBasis, align_mod
-from tests.models import EAGER, State, config_of, near, squared_distance
+from tests.models import EAGER, config_of, near, squared_distance
 from tests.strategies.classifier import NAME, SYMMETRY, build, error, permuted, state
 from tests.strategies.fakes import (
-    Client,
     broadcast,
     grid_of,
     in_front_of,
@@ -83,7 +81,7 @@ class Case:
     mods: tuple[Any, ...] = ()
     rounding: float = ROUNDED
 
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self):
         """Return the arguments of the strategy, of a wrapper around FedAvg where it is
         one.
         """
@@ -91,11 +89,11 @@ class Case:
             return (), self.settings | COMMON
         return (FedAvg(**COMMON),), self.settings
 
-    def plain(self) -> Strategy:
+    def plain(self):
         args, settings = self.arguments()
         return self.strategy(*args, **settings)
 
-    def aligned(self, **ours: Any) -> Strategy:
+    def aligned(self, **ours):
         """Return the strategy with alignment in front; where clients clip, they align
         themselves.
         """
@@ -143,12 +141,12 @@ COMPARING = ("FedAvgM", "FedAdam", "FedYogi", "FedAdagrad", "QFedAvg")
 INTEGERS = {"steps": torch.tensor(7), "mask": torch.tensor([True, False])}
 
 
-def client(index: int, scramble: bool, mods: tuple[Any, ...]) -> Client:
+def client(index, scramble, mods):
     """Return a node that trains from what it receives; no two clients move equally
     far.
     """
 
-    def train(message: Message, context: Context) -> Message:
+    def train(message, context):
         received = model_in(message)
         number = round_of(message)
         weights = {
@@ -172,12 +170,12 @@ def client(index: int, scramble: bool, mods: tuple[Any, ...]) -> Client:
 
 
 def run(
-    strategy: Strategy,
-    scramble: bool,
-    mods: tuple[Any, ...] = (),
-    rounds: int = ROUNDS,
-    **more: Tensor,
-) -> Result:
+    strategy,
+    scramble,
+    mods=(),
+    rounds=ROUNDS,
+    **more,
+):
     """Run rounds; whatever noise is drawn is the same in all runs."""
     np.random.seed(0)
     grid = grid_of(client(i, scramble, mods) for i in range(CLIENTS))
@@ -185,7 +183,7 @@ def run(
 
 
 @cache
-def finished(name: str, scramble: bool, aligned: bool) -> Result:
+def finished(name, scramble, aligned):
     """Return the end of a case, with alignment where it belongs or without."""
     case = CASES[name]
     at_clients = (align_mod(CONFIG, EAGER),) if aligned and case.mods else ()
@@ -194,7 +192,7 @@ def finished(name: str, scramble: bool, aligned: bool) -> Result:
     )
 
 
-def gap(one: Result | State, other: Result | State) -> float:
+def gap(one, other):
     left, right = (
         tensors_of(r.arrays) if isinstance(r, Result) else r for r in (one, other)
     )
@@ -231,12 +229,12 @@ def test_scrambled_clients_end_where_unscrambled_ones_do(name):
         assert gap(scrambled, at_clients) < case.rounding * moved
 
 
-def idle(index: int, other: bool) -> Client:
+def idle(index, other):
     """Return a node that sends what it received in other coordinates, the stream's too
     if ``other``.
     """
 
-    def answer(message: Message) -> Message:
+    def answer(message):
         received = model_in(message)
         move = (
             permuted if other else partial(fedrot.random_equivalent, symmetry=SYMMETRY)
@@ -325,22 +323,22 @@ class Ledger:
         max_epsilon=None,
     )
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.releases = 0
 
-    def compose(self, event: Any) -> None:
+    def compose(self, event):
         self.releases += 1
 
-    def get_privacy_spent(self) -> Any:
+    def get_privacy_spent(self):
         return SimpleNamespace(
             epsilon=float(self.releases), delta=1e-5, num_releases=self.releases
         )
 
 
-def with_metrics(change: Callable[[MetricRecord, int], object]) -> Any:
+def with_metrics(change):
     """Return a mod that changes the metrics of a reply, given its node."""
 
-    def mod(message: Message, context: Context, call_next: Any) -> Message:
+    def mod(message, context, call_next):
         answer = call_next(message, context)
         change(answer.content.metric_records["metrics"], message.metadata.dst_node_id)
         return answer

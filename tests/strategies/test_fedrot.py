@@ -8,12 +8,11 @@ import inspect
 import itertools
 import re
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedAdam,
@@ -27,7 +26,7 @@ from fedrot.simulations.run_folder import read_rows
 from fedrot.strategies import FedRot
 from fedrot.strategies.settings import Reporting, Server
 from fedrot.tensors import check_update
-from tests.models import EAGER, State, config_of
+from tests.models import EAGER, config_of
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import (
     FakeGrid,
@@ -50,7 +49,7 @@ ANCHORS = pytest.mark.parametrize("anchor", sorted(fedrot.alignment.anchors.ANCH
 AlignedMedian = in_front_of(FedMedian)
 
 
-def updates(count: int = 3, scale: float = 0.01) -> list[State]:
+def updates(count=3, scale=0.01):
     generator = torch.Generator().manual_seed(1)
     return [
         {
@@ -61,7 +60,7 @@ def updates(count: int = 3, scale: float = 0.01) -> list[State]:
     ]
 
 
-def turned(given: list[State]) -> list[State]:
+def turned(given):
     return [
         fedrot.random_equivalent(update, SYMMETRY, seed)
         for seed, update in enumerate(given)
@@ -170,7 +169,7 @@ def test_updates_and_metrics_are_weighted_by_the_metric_that_is_named(
     assert largest_difference(*results) == 0
 
 
-def renamed_record(message: Message) -> Message:
+def renamed_record(message):
     answer = reply(message, BASE, 10, -1)
     answer.content["weights"] = answer.content.pop("arrays")
     return answer
@@ -229,7 +228,7 @@ def test_metrics_and_report_agree_with_the_alignments(tmp_path):
         slot.tensor for g in SYMMETRY.select(("attention", "ffn")) for slot in g.slots
     }
 
-    def distance(tensors: State) -> float:
+    def distance(tensors):
         return sum(float((tensors[n] - BASE[n]).double().square().sum()) for n in moved)
 
     after = [distance(fedrot.align(u, BASE, SYMMETRY).apply(u)) for u in sent]
@@ -260,7 +259,7 @@ def test_every_fedavg_argument_works():
     assert {name: getattr(strategy, name) for name in given} == given
 
 
-def of_another_model() -> fedrot.Symmetry:
+def of_another_model():
     return fedrot.symmetry_of(CONFIG, {**BASE, "classifier.bias": torch.zeros(5)})
 
 
@@ -293,7 +292,7 @@ class Unasked(FakeGrid):
     enough.
     """
 
-    def get_node_ids(self) -> Any:
+    def get_node_ids(self):
         raise AssertionError("nodes are waited for")
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +16,6 @@ from transformers import BertConfig
 import fedrot
 from fedrot.simulations.run_folder import read_rows
 from fedrot.strategies import (
-    Aligned,
     FedRot,
     Guard,
     LabelledRows,
@@ -30,7 +26,6 @@ from fedrot.strategies.settings import Checkpointing
 from tests.models import config_of, near
 from tests.strategies.classifier import NAME, build, state
 from tests.strategies.fakes import (
-    Client,
     FakeGrid,
     failure,
     grid_of,
@@ -118,15 +113,13 @@ def test_what_a_group_of_settings_cannot_use_is_refused(build, says):
         build()
 
 
-def _start(
-    strategy: Aligned, initial: Any = ARRAYS, *nodes: Client, rounds: int = 1
-) -> FakeGrid:
+def _start(strategy, initial=ARRAYS, *nodes, rounds=1):
     grid = grid_of(nodes or [failure] * 3)
     strategy.start(grid, initial, rounds, timeout=0.01)
     return grid
 
 
-def asked(message: Message) -> Message:
+def asked(message):
     raise AssertionError("a client was asked")
 
 
@@ -205,11 +198,11 @@ class Gone(FakeGrid):
     thread ends, too.
     """
 
-    def get_node_ids(self) -> Any:
+    def get_node_ids(self):
         raise RunNotRunningException
 
     @property
-    def run(self) -> Any:
+    def run(self):
         return type("Run", (), {"run_id": 1})()
 
 
@@ -228,26 +221,26 @@ def test_the_legacy_server_is_refused_with_what_to_write(
         app(Gone({}), Context(1, 1, {}, RecordDict(), {}))
 
 
-def good(index: int) -> Client:
+def good(index):
     return lambda message: reply(message, near(BASE, 0.05, index), 10, index)
 
 
-def without(name: str, index: int) -> Client:
+def without(name, index):
     tensors = {
         key: tensor for key, tensor in near(BASE, 0.05, index).items() if key != name
     }
     return lambda message: reply(message, tensors, 10, index)
 
 
-def weighing(metrics: dict[str, int]) -> Client:
-    def answer(message: Message) -> Message:
+def weighing(metrics):
+    def answer(message):
         content = RecordDict({"arrays": ARRAYS, "metrics": MetricRecord({**metrics})})
         return Message(content, reply_to=message)
 
     return answer
 
 
-def silent(message: Message) -> None: ...
+def silent(message): ...
 
 
 @pytest.mark.parametrize(
@@ -314,10 +307,10 @@ def test_one_client_of_many_does_not_end_the_run(nodes):
 def test_a_later_round_never_ends_the_run_nor_does_the_first_one_after_a_checkpoint(
     tmp_path,
 ):
-    def once(index: int) -> Client:
+    def once(index):
         rounds = []
 
-        def answer(message: Message) -> Message | None:
+        def answer(message):
             rounds.append(1)
             return (good(index) if len(rounds) == 1 else without(WEIGHT, index))(
                 message
@@ -338,7 +331,7 @@ def test_a_later_round_never_ends_the_run_nor_does_the_first_one_after_a_checkpo
     ]
 
 
-def _run(home: Path, rounds: int, **given: Any) -> list[int]:
+def _run(home, rounds, **given):
     """Return the rounds that the file of a run has rows of, in order, each once."""
     rows = home / "alignment.jsonl"
     strategy = FedRot(CONFIG, fraction_evaluate=0.0, **grouped(rows=rows, **given))
@@ -356,7 +349,7 @@ def test_a_resumed_run_goes_on_in_its_files_and_a_refused_one_leaves_them(
     path = tmp_path / "alignment.jsonl"
     path.touch()
 
-    def killed(message: Message) -> Message:
+    def killed(message):
         path.write_text('{"round": 1}\n')
         raise KeyboardInterrupt
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from inspect import Parameter
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +53,7 @@ from tests.strategies.test_lora import adapter, floats
 RENAMED = {"message_ids": "reply_to_message_ids"}
 
 
-def missing(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
+def missing(theirs, ours):
     """Return what callers may give to a function of Flower's and not to ours, or in
     another place.
     """
@@ -90,7 +88,7 @@ def missing(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
     return found
 
 
-def public(cls: type) -> Iterator[str]:
+def public(cls):
     for name, _ in inspect.getmembers(cls, inspect.isfunction):
         if not name.startswith("_") or name == "__init__":
             yield name
@@ -124,7 +122,7 @@ def test_every_public_method_takes_what_flowers_takes(theirs, ours):
 
 
 def test_the_loop_of_checkpoints_takes_what_flowers_start_takes():
-    def start(strategy: Strategy, *args: Any) -> None:
+    def start(strategy, *args):
         """Stand for ``Strategy.start``, whose first argument is named ``self``."""
 
     parameters = [*inspect.signature(Strategy.start).parameters.values()][1:]
@@ -144,14 +142,14 @@ def newest(monkeypatch):
     older = Strategy.start
 
     def start(
-        self: Strategy,
-        grid: Grid,
-        initial_arrays: ArrayRecord,
-        num_rounds: int = 3,
-        *args: Any,
-        should_stop: Any = None,
-        **kwargs: Any,
-    ) -> Result:
+        self,
+        grid,
+        initial_arrays,
+        num_rounds=3,
+        *args,
+        should_stop=None,
+        **kwargs,
+    ):
         result = Result(arrays=initial_arrays)
         hooks = (
             "summary",
@@ -161,11 +159,11 @@ def newest(monkeypatch):
         )
         asking = SimpleNamespace(**{name: getattr(self, name) for name in hooks})
 
-        def stop_after(number: int) -> None:
+        def stop_after(number):
             if number > 0 and should_stop is not None and should_stop(number, result):
                 raise StopIteration
 
-        def configure_train(number: int, *given: Any) -> Any:
+        def configure_train(number, *given):
             stop_after(number - 1)
             return self.configure_train(number, *given)
 
@@ -180,7 +178,7 @@ def newest(monkeypatch):
         monkeypatch.setattr(Strategy, "start", start)
 
 
-def moved(message: Message) -> Message:
+def moved(message):
     node = message.metadata.dst_node_id
     received = model_in(message)
     floating = {
@@ -209,12 +207,12 @@ def test_a_run_ends_when_should_stop_says_so(name, checkpoints, tmp_path):
     build, arrays = STRATEGIES[name]
     asked = []
 
-    def should_stop(number: int, result: Result) -> bool:
+    def should_stop(number, result):
         assert sorted(result.train_metrics_clientapp) == [*range(1, number + 1)]
         asked.append((number, result.arrays.object_id))
         return number == 2
 
-    def play(rounds: int, folder: str, **given: Any) -> Any:
+    def play(rounds, folder, **given):
         kept = Checkpointing(tmp_path / folder) if checkpoints else None
         random.seed(0)
         strategy = build(
@@ -240,14 +238,12 @@ def test_should_stop_of_a_resumed_run_is_asked_where_the_whole_run_asked_it(
     """With the same random numbers, and the same result so far."""
     asked = []
 
-    def should_stop(number: int, result: Result) -> bool:
+    def should_stop(number, result):
         trained = sorted(result.train_metrics_clientapp)
         asked.append((number, random.random(), trained, result.arrays.object_id))
         return False
 
-    def play(
-        rounds: int, seed: int, **given: Any
-    ) -> list[tuple[int, float, list[int], str]]:
+    def play(rounds, seed, **given):
         random.seed(seed)
         asked.clear()
         strategy = FedAdam(fraction_evaluate=0.0)
@@ -278,7 +274,7 @@ def test_an_older_flower_refuses_should_stop_before_any_client_trains(
 
 def test_an_argument_that_is_unknown_is_refused_or_passed_on(tmp_path):
     class Later(FedAvg):
-        def start(self, *args: Any, colour: str = "", **kwargs: Any) -> Any:
+        def start(self, *args, colour="", **kwargs):
             self.colour = colour
             return super().start(*args, **kwargs)
 
@@ -294,7 +290,7 @@ def test_an_argument_that_is_unknown_is_refused_or_passed_on(tmp_path):
 # Replies that nobody has asked for
 
 
-def replies(given: Iterable[tuple[Any, float]]) -> list[Message]:
+def replies(given):
     made = []
     for node, (arrays, examples) in enumerate(given, start=1):
         with outside_of_the_engine():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +12,6 @@ import torch
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedAdam,
-    FedAvg,
     FedMedian,
 )
 
@@ -32,12 +30,11 @@ from fedrot.strategies.settings import Reporting
 from tests.fedrot.lora.test_averaging import (
     MODULES,
     SETTINGS,
-    Adapter,
     adapter,
     product,
     truncated,
 )
-from tests.strategies.fakes import ArrayRecord, FakeGrid, Message, grid_of, reply
+from tests.strategies.fakes import ArrayRecord, FakeGrid, grid_of, reply
 
 CONFIG = {"peft_type": "LORA", "lora_alpha": SETTINGS.alpha}
 EVERY = {"fraction_evaluate": 0.0}
@@ -47,12 +44,12 @@ METHODS = pytest.mark.parametrize(
 )
 
 
-def floats(tensors: Adapter) -> Adapter:
+def floats(tensors):
     return {name: tensor.float() for name, tensor in tensors.items()}
 
 
-def client(index: int) -> Callable[[Message], Message]:
-    def train(message: Message) -> Message:
+def client(index):
+    def train(message):
         (received,) = message.content.array_records.values()
         start = received.to_torch_state_dict()
         step = floats(adapter(index))
@@ -62,7 +59,7 @@ def client(index: int) -> Callable[[Message], Message]:
     return train
 
 
-def started(strategy: FedAvg, rounds: int = 1) -> Any:
+def started(strategy, rounds=1):
     grid = grid_of(map(client, range(3)))
     return strategy.start(grid, ArrayRecord(floats(adapter(9))), rounds)
 
@@ -104,8 +101,8 @@ def test_a_round_is_the_average_of_the_replies_and_says_its_errors(
 def test_clients_of_smaller_ranks_cut_what_they_receive():
     sent = {}
 
-    def of_rank(rank: int) -> Callable[[Message], Message]:
-        def train(message: Message) -> Message:
+    def of_rank(rank):
+        def train(message):
             (received,) = message.content.array_records.values()
             start = fitted(received.to_torch_state_dict(), SETTINGS, rank)
             step = floats(adapter(rank, rank))
@@ -141,7 +138,7 @@ def test_clients_of_smaller_ranks_cut_what_they_receive():
     ],
 )
 def test_replies_of_other_ranks_are_dropped(method, rank, needed, caplog):
-    def other(message: Message) -> Message:
+    def other(message):
         return reply(message, floats(adapter(0, rank)), 10, 7)
 
     grid = FakeGrid({**{100 + i: client(i) for i in range(2)}, 107: other})
@@ -166,7 +163,7 @@ def test_an_adapter_of_other_settings_is_dropped_by_name_and_rows_have_the_setti
         3: {"use_rslora": True},
     }
 
-    def train(index: int, message: Message) -> Message:
+    def train(index, message):
         made = client(index)(message)
         if index in said:
             made.content["fedrot-adapter"] = adapter_record(CONFIG | said[index])

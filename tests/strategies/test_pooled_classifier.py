@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from fedrot.strategies.pooled_classifier import POOLINGS, PooledClassifierConfig
 from fedrot.task_head.bounds import largest_inputs
 from fedrot.task_head.names import task_head_of
 from tests.families import FIXED, MEMBERS, VOCABULARY, config_of
-from tests.models import State, movable, randomise
+from tests.models import movable, randomise
 from tests.simulations.saved.folders import change, tokenizer
 from tests.simulations.tasks.cases import SIZES, save
 
@@ -47,12 +45,12 @@ BERT = transformers.BertConfig(**SIZES)
 
 
 def folder_of(
-    folder: Path,
-    pooling: Any = MEAN,
-    config: Any = BERT,
-    modules: Any = (),
-    dtype: Any = torch.float32,
-) -> Path:
+    folder,
+    pooling=MEAN,
+    config=BERT,
+    modules=(),
+    dtype=torch.float32,
+):
     """Save a model as sentence-transformers does."""
     save(folder, config, dtype=dtype)
     listed = [
@@ -65,7 +63,7 @@ def folder_of(
     return folder
 
 
-def classifier_of(name: str, **settings: Any) -> Any:
+def classifier_of(name, **settings):
     """Return a random classifier in float64 on the encoder of a family's member."""
     inner = config_of(name).to_dict()
     config = PooledClassifierConfig(inner, **{"num_labels": 3, **settings})
@@ -74,7 +72,7 @@ def classifier_of(name: str, **settings: Any) -> Any:
     return randomise(model).eval()
 
 
-def batch_of(left: bool = False) -> State:
+def batch_of(left=False):
     """Return three texts of 7, 4 and 2 tokens, padded on one side."""
     ids = torch.randint(4, 30, (3, 7), generator=torch.Generator().manual_seed(5))
     mask = (torch.arange(7) < torch.tensor([[7], [4], [2]])).long()
@@ -83,9 +81,9 @@ def batch_of(left: bool = False) -> State:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def features_of(model: Any, batch: State) -> torch.Tensor:
+def features_of(model, batch):
     """Return what the task head reads."""
-    read: list[torch.Tensor] = []
+    read = []
     handle = model.classifier.register_forward_pre_hook(
         lambda _, inputs: read.append(inputs[0])
     )
@@ -206,11 +204,9 @@ def test_precision_and_checkpoints_of_gradients_pass_through(tmp_path):
         loaded(**batch_of(), labels=torch.tensor([0, 1, 1])).loss.backward()
         gradients.append([p.grad.clone() for p in loaded.parameters()])
     torch.testing.assert_close(gradients[0], gradients[1])
-    assert any(module.gradient_checkpointing for module in _with_checkpoints(loaded))
-
-
-def _with_checkpoints(model: Any) -> list[Any]:
-    return [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+    assert any(
+        getattr(module, "gradient_checkpointing", False) for module in loaded.modules()
+    )
 
 
 @pytest.mark.parametrize(
@@ -268,7 +264,7 @@ def test_features_are_sentence_transformers_own(version, tmp_path):
 
 DENSE = ("sentence_transformers.models.WordWeights", "2_Weights")
 #: Pooling, modules, and a part of the error.
-REFUSED: dict[str, tuple[Any, Any, str]] = {
+REFUSED = {
     "max": ({"pooling_mode_max_tokens": True}, (), "pooling pooling_mode_max_tokens;"),
     "max, version 6": ({"pooling_mode": "max"}, (), "pooling max;"),
     "both, version 6": ({"pooling_mode": ["cls", "max"]}, (), "pooling cls and max;"),
@@ -300,12 +296,16 @@ def test_no_layer_of_the_encoder_is_ever_random(tmp_path):
         PooledClassifier.from_encoder(folder, "max")
     lost = "encoder.layer.0.output.dense.bias"
 
-    def without(tensors: State) -> State:
+    def without(tensors):
         return {name: tensor for name, tensor in tensors.items() if name != lost}
 
     change(folder, without)
     with pytest.raises(FedrotError, match=lost):
         PooledClassifier.from_encoder(folder)
+
+
+def process_of(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
 #: Loads a folder in every way, with the import or without it.
@@ -333,9 +333,7 @@ def test_a_saved_folder_is_served_in_another_process_or_refused(imports, tmp_pat
     model.save_pretrained(tmp_path)
     tokenizer(tmp_path)
     code = SERVE.format(imports=imports, folder=str(tmp_path))
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True
-    )
+    result = process_of(code)
     assert (result.returncode == 0) == imports, result.stderr
     if not imports:
         assert "fedrot_pooled_classifier" in result.stderr
@@ -354,8 +352,6 @@ def test_only_the_name_imports_transformers():
         "import sys, fedrot.strategies as s; assert 'transformers' not in sys.modules; "
         "s.PooledClassifier; assert 'transformers' in sys.modules; s.wrong"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True
-    )
+    result = process_of(code)
     assert "AttributeError" in result.stderr, result.stderr
     assert "wrong" in result.stderr

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, RecordDict
 from flwr.client import NumPyClient
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
@@ -19,14 +18,12 @@ from flwr.server import LegacyContext, ServerConfig
 from flwr.server.strategy import FedAvg
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.server.workflow.constant import MAIN_PARAMS_RECORD
-from flwr.serverapp import Grid
 
 import fedrot
 from fedrot.strategies import align_mod
-from tests.models import State
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import Client, FakeGrid, failure
+from tests.strategies.fakes import FakeGrid, failure
 
 ROUNDS = 2
 WEIGHTS = (10, 20, 30)
@@ -36,7 +33,7 @@ ROUNDING = 3 * ROUNDS * 16 / 2**22
 ALIGN = align_mod(SYMMETRY)
 
 
-def expected(clients: tuple[int, ...] = (0, 1, 2)) -> State:
+def expected(clients=(0, 1, 2)):
     """Return the average of updates that are nearest to the received model where they
     are.
 
@@ -47,19 +44,17 @@ def expected(clients: tuple[int, ...] = (0, 1, 2)) -> State:
     return {name: factor**ROUNDS * t for name, t in state().items()}
 
 
-def when_asked(message: Message, context: Context, call_next: Any) -> Message:
+def when_asked(message, context, call_next):
     """Align in the arms that do."""
     align = message.content.config_records["fitins.config"]["align"]
     return ALIGN(message, context, call_next) if align else call_next(message, context)
 
 
 class Node(NumPyClient):
-    def __init__(self, client: int) -> None:
+    def __init__(self, client):
         self.client = client
 
-    def fit(
-        self, parameters: list[Any], config: dict[str, Any]
-    ) -> tuple[list[Any], int, dict[str, Any]]:
+    def fit(self, parameters, config):
         received = dict(
             zip(SYMMETRY.shapes, map(torch.from_numpy, parameters), strict=True)
         )
@@ -73,14 +68,14 @@ class Node(NumPyClient):
         return [t.numpy() for t in update.values()], WEIGHTS[self.client], {}
 
 
-def node_of(context: Context) -> Any:
+def node_of(context):
     return Node(int(context.node_config["partition-id"])).to_client()
 
 
 app = ClientApp(client_fn=node_of, mods=[secaggplus_mod, when_asked])
 
 
-def aggregate(grid: Grid, config: dict[str, Any]) -> State:
+def aggregate(grid, config):
     strategy = FedAvg(
         fraction_evaluate=0.0,
         min_fit_clients=len(WEIGHTS),
@@ -103,14 +98,14 @@ def aggregate(grid: Grid, config: dict[str, Any]) -> State:
 
 class SecureGrid(FakeGrid):
     @property
-    def run(self) -> Any:
+    def run(self):
         return SimpleNamespace(run_id=1)
 
 
-def in_process(client: int) -> Client:
+def in_process(client):
     context = Context(1, 100 + client, {"partition-id": client}, RecordDict(), {})
 
-    def answer(message: Message) -> Message:
+    def answer(message):
         try:
             return app(copy.deepcopy(message), context)
         except Exception:
@@ -119,7 +114,7 @@ def in_process(client: int) -> Client:
     return answer
 
 
-def play(**config: Any) -> State:
+def play(**config):
     nodes = {100 + i: in_process(i) for i in range(len(WEIGHTS))}
     return aggregate(SecureGrid(nodes), config)
 

@@ -8,7 +8,6 @@ import gc
 import os
 import random
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import psutil
@@ -21,7 +20,7 @@ import fedrot
 from fedrot.simulations.run_folder import read_rows
 from fedrot.strategies import FedRot
 from fedrot.strategies.wire import lazy_grid
-from tests.models import State, largest_difference
+from tests.models import largest_difference
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import (
     FakeGrid,
@@ -63,10 +62,10 @@ class Clock:
 
     now = 0.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.now += seconds
 
 
@@ -77,10 +76,10 @@ class Plan:
     seed: int
 
     @property
-    def weight(self) -> int:
+    def weight(self):
         return 0 if self.fault == "no examples" else 1 + self.seed % 50
 
-    def update(self, received: State) -> State:
+    def update(self, received):
         """Return the received tensors, each times a positive number: alignment of it
         moves nothing.
         """
@@ -90,7 +89,7 @@ class Plan:
             for name, tensor in received.items()
         }
 
-    def answer(self, message: Message) -> list[Message]:
+    def answer(self, message):
         if self.fault == "crashed":
             return [failure(message)]
         update = self.update(model_in(message))
@@ -111,19 +110,19 @@ class Plan:
 class FaultyGrid(FakeGrid):
     """Clients of which some answer wrongly, late or never; it keeps the accounts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(grid_of([failure] * CLIENTS).nodes)
         self.random = random.Random(0)
         self.round = 0
         #: The average of what has to be accepted; and what has to be reported, how
         #: often.
-        self.expected: State = {}
-        self.faults: Counter[tuple[int, int, str]] = Counter()
-        self.accepted: list[int] = []
-        self._plans: dict[str, Plan] = {}
-        self._late: list[Message] = []
+        self.expected = {}
+        self.faults = Counter()
+        self.accepted = []
+        self._plans = {}
+        self._late = []
 
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+    def push_messages(self, messages):
         """Decide what every client does, and answer for those who were late in the last
         round.
         """
@@ -147,7 +146,7 @@ class FaultyGrid(FakeGrid):
         self._average(model_in(self._sent[ids[0]]))
         return ids
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+    def pull_messages(self, message_ids):
         """Return what has arrived; the first look of a round also finds the last one's
         late answers.
         """
@@ -158,7 +157,7 @@ class FaultyGrid(FakeGrid):
                 answers += self._plans[i].answer(self._sent[i])
         return answers
 
-    def _average(self, sent: State) -> None:
+    def _average(self, sent):
         """Average in float64 what has to be accepted."""
         plans = self._plans.values()
         good = [plan for plan in plans if plan.fault in ("well", "duplicated")]
@@ -170,7 +169,7 @@ class FaultyGrid(FakeGrid):
                 self.expected[name] += plan.weight / total * tensor.double()
 
 
-def memory() -> tuple[int, Counter[str]]:
+def memory():
     gc.collect()
     kinds = (Message, ArrayRecord, Array, Tensor)
     alive = Counter(type(o).__name__ for o in gc.get_objects() if type(o) in kinds)
@@ -186,7 +185,7 @@ def test_rounds_of_faults_leak_nothing_and_average_what_is_good(
     monkeypatch.setattr(lazy_grid, "time", Clock())
     grid = FaultyGrid()
 
-    def check(number: int, arrays: ArrayRecord) -> MetricRecord:
+    def check(number, arrays):
         error = largest_difference(tensors_of(arrays), grid.expected) if number else 0.0
         assert error < 1e-5, f"round {number}: {error}"
         if number % 4 == 0 and number >= WARM_UP:

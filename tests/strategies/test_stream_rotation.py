@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
-from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import fedrot
 from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
 from tests.families import config_of, model_of, state_of, symmetry_for
-from tests.models import State, near, with_separate_tables
-from tests.strategies.fakes import Client, aggregated, grid_of, node_of, tensors_of
+from tests.models import near, with_separate_tables
+from tests.strategies.fakes import aggregated, broadcast, grid_of, node_of, tensors_of
 
 WHOLE = fedrot.AlignmentOptions(fedrot.WHOLE_MODEL)
 STREAM = replace(WHOLE, canonical=True)
 NAMES = ["llama", "gpt2-classifier"]
 
 
-def states(name: str) -> tuple[State, list[State]]:
+def states(name):
     """Return a broadcast model, and the same function in three bases, one of them the
     broadcast's.
     """
@@ -38,17 +35,17 @@ def states(name: str) -> tuple[State, list[State]]:
     return base, [base, *map(float32, others)]
 
 
-def float32(tensors: State) -> State:
+def float32(tensors):
     return {
         name: t.float() if t.is_floating_point() else t for name, t in tensors.items()
     }
 
 
-def built(name: str) -> nn.Module:
+def built(name):
     return with_separate_tables(model_of(name).float())
 
 
-def answers(name: str, tensors: State) -> torch.Tensor:
+def answers(name, tensors):
     model = built(name)
     model.load_state_dict(tensors)
     ids = torch.arange(1, 19).reshape(2, 9)
@@ -56,11 +53,11 @@ def answers(name: str, tensors: State) -> torch.Tensor:
         return model.eval()(input_ids=ids).logits
 
 
-def silent(message: Any) -> Any:
+def silent(message):
     raise AssertionError("nobody is to be asked")
 
 
-def matching(name: str) -> Client:
+def matching(name):
     app = ClientApp()
     generator = torch.Generator().manual_seed(5)
     rows = [
@@ -169,9 +166,7 @@ def test_by_default_the_stream_is_rotated_where_it_can_be(
     others, config, base, more, rotates
 ):
     strategy = FedRot(config, other_basis=others, **more)
-    strategy.configure_train(
-        1, ArrayRecord(base), ConfigRecord(), grid_of([silent] * 2)
-    )
+    broadcast(strategy, base, grid_of([silent] * 2))
     assert strategy.other_bases is not None
     assert strategy.other_bases.rotates is rotates
     if config is not TIED and others.model:
@@ -193,6 +188,4 @@ def test_tied_tables_and_post_norm_models_are_refused_before_clients_train(
     if config:
         strategy.symmetry = fedrot.symmetry_of(TIED, base)
     with pytest.raises(fedrot.SymmetryError, match=word):
-        strategy.configure_train(
-            1, ArrayRecord(base), ConfigRecord(), grid_of([silent] * 2)
-        )
+        broadcast(strategy, base, grid_of([silent] * 2))

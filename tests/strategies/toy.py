@@ -14,6 +14,7 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from fedrot.strategies import LabelledRows, answer_with_sums
 from tests.strategies.fakes import Client, model_in, reply
@@ -93,11 +94,18 @@ def client(
     return node
 
 
-def loss(tensors: State, clients: int, count: int = 90) -> float:
+def row_losses(tensors: State, clients: int, count: int = 90) -> Tensor:
+    """Return the losses of the clients' held-out rows, ``[clients, count]``."""
     model = Toy()
     model.load_state_dict(tensors)
-    every = [rows(1000 + seed, count) for seed in range(clients)]
-    with torch.no_grad():
-        found = [model(one["noise"], one["centres"]).logits.double() for one in every]
-    labels = torch.cat([one["labels"] for one in every])
-    return float(nn.functional.cross_entropy(torch.cat(found), labels))
+    found = []
+    for seed in range(clients):
+        own = rows(1000 + seed, count)
+        with torch.no_grad():
+            logits = model(own["noise"], own["centres"]).logits.double()
+        found.append(cross_entropy(logits, own["labels"], reduction="none"))
+    return torch.stack(found)
+
+
+def loss(tensors: State, clients: int) -> float:
+    return float(row_losses(tensors, clients).mean())

@@ -9,7 +9,12 @@ from typing import Any
 from fedrot.errors import SymmetryError
 from fedrot.symmetry.describe.layers import Block, axes_of, shared_heads, together
 from fedrot.symmetry.describe.spaces import Axes, Space, merged, on_residual
-from fedrot.symmetry.describe.task_heads import PLAIN, UNMEASURED, Features
+from fedrot.symmetry.describe.task_heads import (
+    PLAIN,
+    UNMEASURED,
+    Features,
+    FeaturesByType,
+)
 
 #: A configuration of transformers as a dictionary, and the names of a model's tensors
 #: without prefix.
@@ -151,9 +156,9 @@ class Family:
     inside: tuple[str, ...] = ()
     buffers: Mapping[str, int] = field(default_factory=lambda: BUFFERS)
     stream: str = ROTATED
-    hidden: Features | Mapping[str, Features] = UNMEASURED
+    hidden: FeaturesByType = UNMEASURED
     # Without a default: a family that says nothing would have no bound, silently.
-    features: Features | Mapping[str, Features] = field(kw_only=True)
+    features: FeaturesByType = field(kw_only=True)
 
     def __post_init__(self) -> None:
         for name in self.model_types:

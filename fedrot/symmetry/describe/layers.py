@@ -53,8 +53,9 @@ class Block:
 
     def numbered(self, layer: int) -> Block:
         """Return the block with this layer number on its groups."""
-        groups = tuple(replace(group, layer=layer) for group in self.groups)
-        return replace(self, groups=groups)
+        return replace(
+            self, groups=tuple(replace(group, layer=layer) for group in self.groups)
+        )
 
 
 def axes_of(item: Block | Axes) -> Axes:

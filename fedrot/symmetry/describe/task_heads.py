@@ -5,6 +5,7 @@ A task head is described by the spaces that each of its tensors reads and writes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedrot.symmetry.describe.spaces import RESIDUAL, Axes, linear, merged, norm
@@ -44,6 +45,9 @@ class Unbounded:
 
 #: What bounds the features of a model, see ``Family.features``.
 Features = AfterTanh | AfterNorm | Unbounded
+
+#: The same for all models of a family, or by ``model_type``.
+FeaturesByType = Features | Mapping[str, Features]
 
 #: For classifiers whose layer before the task head has GELU or ReLU.
 OPEN_ACTIVATION = Unbounded("the activation before the task head has no upper limit")

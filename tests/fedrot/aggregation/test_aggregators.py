@@ -42,14 +42,12 @@ class Client:
     whole: bool
     copies: bool
 
-    def rows(self, key: str) -> Array:
+    def rows(self, key):
         """Return which entries of a weight the client has trained, ``[out, in]``."""
         trained = self.trained if key == W else np.ones(OUT, dtype=bool)
         return np.broadcast_to(trained[:, None], (OUT, IN))
 
-    def sent(
-        self, kinds: Parts, dtype: torch.dtype = torch.float64, **change: Any
-    ) -> tuple:
+    def sent(self, kinds, dtype=torch.float64, **change):
         """Return what ``add`` takes; ``change`` replaces pieces of it."""
         update = {
             key: torch.tensor(value).to(dtype) for key, value in self.values.items()
@@ -72,9 +70,7 @@ class Client:
         return given["update"], given["weight"], given["statistics"]
 
 
-def clients(
-    seed: int, count: int = 3, masks: bool = False, dead: tuple[int, ...] = ()
-) -> list[Client]:
+def clients(seed, count=3, masks=False, dead=()):
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(count):
@@ -96,7 +92,7 @@ def clients(
     return found
 
 
-def weighted(values: Array, weights: Array, otherwise: Array) -> Array:
+def weighted(values, weights, otherwise):
     """Return the mean over clients (axis 0), ``otherwise`` where all weights are 0."""
     total = np.broadcast_to(weights, values.shape).sum(0)
     return np.where(
@@ -104,7 +100,7 @@ def weighted(values: Array, weights: Array, otherwise: Array) -> Array:
     )
 
 
-def mean(given: list[Client], key: str) -> Array:
+def mean(given, key):
     values = np.stack([c.values[key] for c in given])
     shares = np.array([c.share for c in given])
     every = np.tensordot(shares / shares.sum(), values, 1)
@@ -115,7 +111,7 @@ def mean(given: list[Client], key: str) -> Array:
     )
 
 
-def fisher(given: list[Client], key: str, floor: float = 0.0) -> Array:
+def fisher(given, key, floor=0.0):
     """Return the mean weighted by Fisher information, with a share of its common mean
     where it is 0.
     """
@@ -132,9 +128,7 @@ def fisher(given: list[Client], key: str, floor: float = 0.0) -> Array:
     return plain + apart / np.where(total > 0, total, 1)
 
 
-def regmean(
-    given: list[Client], key: str, alpha: float = 0.9, beta: float = 0.0
-) -> Array:
+def regmean(given, key, alpha=0.9, beta=0.0):
     """Return Eq. 2 of Jin et al. over the clients that trained a layer.
 
     Rows that one of them has not trained, and inputs that are 0 at all of them, are the
@@ -183,7 +177,7 @@ ONE_EACH = {name: case for name, case in CASES.items() if "," not in name}
 WITH_STATISTICS = pytest.mark.parametrize("case", [CASES["fisher"], CASES["regmean"]])
 
 
-def added(case: Case, given: list[Client], dtype: torch.dtype = torch.float64) -> Any:
+def added(case, given, dtype=torch.float64):
     aggregator = case.build()
     for client in given:
         aggregator.add(*client.sent(case.kinds, dtype))
@@ -233,7 +227,7 @@ def test_dtypes_stay_and_sums_are_wide(case, dtype, error):
     assert np.abs(found.double().numpy() - case.oracle(sent, W)).max() <= error * 30
 
 
-def bad_statistics(case: Case) -> dict[str, Any]:
+def bad_statistics(case):
     """Return statistics that are refused; those of a client without any are None."""
     good = clients(9)[0].sent(case.kinds)[2]
     found = {

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from fedrot import FedrotError
 from fedrot.aggregation import Aggregator, Fisher, Mean, RegMean, register_aggregation
 from fedrot.aggregation.registry import _ENTRIES
-from tests.models import State
 
 
 class Last(Aggregator):
     """The last update."""
 
-    def add(self, update: Any, weight: float, statistics: Any = None) -> None:
+    def add(self, update, weight, statistics=None):
         self.last = dict(update)
 
-    def result(self) -> State:
+    def result(self):
         return self.last
 
 
 class Doubled(Mean):
     """Twice the mean."""
 
-    def result(self, device: Any = None) -> State:
+    def result(self, device=None):
         return {name: 2 * tensor for name, tensor in super().result(device).items()}
 
 

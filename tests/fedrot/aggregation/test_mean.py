@@ -4,25 +4,23 @@ trained.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from fedrot import UpdateError
 from fedrot.aggregation import Fisher, Mean
 from tests.fedrot.oracles import gap
-from tests.models import State, same
+from tests.models import same
 
 
-def folded(updates: list[State], weights: list[float], masks: Any = None) -> Mean:
+def folded(updates, weights, masks=None):
     mean = Mean()
     for index, (update, weight) in enumerate(zip(updates, weights, strict=True)):
         mean.add(update, weight, {"trained": masks[index]} if masks else None)
     return mean
 
 
-def mixed(count: int = 4) -> list[State]:
+def mixed(count=4):
     return [
         {
             "weight": torch.full((3, 5), float(i)),

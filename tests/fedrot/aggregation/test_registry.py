@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from importlib import import_module
 from itertools import count
-from typing import Any
 
 import pytest
 
@@ -38,11 +37,11 @@ def test_every_aggregation_has_a_name_and_says_what_it_needs():
 
 def test_aggregations_of_users_get_the_arguments_that_they_take():
     class Median(Mean):
-        def __init__(self, symmetry: object, score: object = None) -> None:
+        def __init__(self, symmetry, score=None):
             super().__init__()
             self.given = symmetry, score
 
-    def unwanted() -> Any:
+    def unwanted():
         raise AssertionError("this aggregation does not take the argument")
 
     numbers = count()

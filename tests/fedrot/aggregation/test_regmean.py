@@ -4,9 +4,6 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -15,15 +12,15 @@ from fedrot import WHOLE_MODEL, AlignmentOptions, collect_gram
 from fedrot.aggregation import Mean, RegMean
 from fedrot.check import Float64
 from tests.families import KINDS, inputs, model_of, state_of, symmetry_for
-from tests.fedrot.oracles import Array, gap
+from tests.fedrot.oracles import gap
 from tests.fedrot.pairs import scrambled
-from tests.models import State, largest_difference
+from tests.models import largest_difference
 
 OUT, IN = 3, 6
 KEY = "layer.weight"
 
 
-def client(weight: Any, gram: Any, share: float = 1.0, kind: str = "gram") -> Any:
+def client(weight, gram, share=1.0, kind="gram"):
     """Return what ``add`` takes; a weight ``[out, in]`` of ``Conv1D`` is sent as ``[in,
     out]``.
     """
@@ -31,14 +28,14 @@ def client(weight: Any, gram: Any, share: float = 1.0, kind: str = "gram") -> An
     return {KEY: tensor}, share, {kind: {KEY: torch.as_tensor(gram)}}
 
 
-def added(clients: Sequence[Any], alpha: float = 1.0) -> tuple[RegMean, Array]:
+def added(clients, alpha=1.0):
     regmean = RegMean(alpha)
     for one in clients:
         regmean.add(*one)
     return regmean, regmean.result()[KEY].numpy()
 
 
-def plain(values: Sequence[Array], shares: Sequence[float]) -> Array:
+def plain(values, shares):
     return np.average(values, axis=0, weights=shares)
 
 
@@ -152,7 +149,7 @@ def test_layers_that_share_a_matrix_are_factorised_once(
     assert len(calls) == 2
 
 
-def grams_of(name: str, state: State, rows: int) -> dict[str, State]:
+def grams_of(name, state, rows):
     with Float64():
         return collect_gram(model_of(name, state), [inputs(name, rows)])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from fedrot.aggregation import Mean
 from fedrot.alignment.anchors import ANCHORS, AnchorRule, RunningAnchor, finder
 from fedrot.matching.anchor import Anchor
 from fedrot.symmetry.groups import Move, apply_moves
-from fedrot.tensors import Tensors, check_update
+from fedrot.tensors import check_update
 from tests.models import copied, near, state_of, symmetry_for
 
 NAME = "bert-classifier"
@@ -25,7 +24,7 @@ class Following(AnchorRule):
     follows_mean = True
     by_layers = True
 
-    def accept(self, aligned: Tensors, weight: float) -> None:
+    def accept(self, aligned, weight):
         super().accept(aligned, weight)
         self.current = Anchor(dict(self.mean.current))
 
@@ -78,7 +77,7 @@ def test_a_round_checks_each_update_once(anchor, monkeypatch):
     updates = [near(base, 0.1, seed) for seed in range(3)]
     checked = []
 
-    def counting(update: Any, shapes: Any) -> None:
+    def counting(update, shapes):
         checked.append(id(update))
         check_update(update, shapes)
 

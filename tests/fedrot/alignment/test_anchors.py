@@ -5,7 +5,6 @@ reply.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,22 +21,18 @@ from fedrot import (
 )
 from fedrot.aggregation import Mean
 from fedrot.alignment import anchors
-from fedrot.alignment.align import Alignment
 from fedrot.alignment.anchors import (
     SAME_BASIS,
-    AlignedUpdate,
     RunningAnchor,
     base_cosine,
 )
 from fedrot.collect.activations import probing
 from fedrot.matching.anchor import Anchor
-from fedrot.tensors import Tensors
 from tests.models import (
     BARE,
     EAGER,
     EVERY,
     FULL,
-    State,
     align_tensors,
     config_of,
     copied,
@@ -56,29 +51,25 @@ WHOLE = AlignmentOptions(parts=WHOLE_MODEL)
 DEFAULT = {"attention", "ffn"}
 WEIGHTS = (3.0, 1.0, 2.0, 5.0)
 
-Round = list[tuple[State, float]]
 
-
-def _clients(scale: float = 0.1) -> Round:
+def _clients(scale=0.1):
     return [(near(BASE, scale, 30 + i), weight) for i, weight in enumerate(WEIGHTS)]
 
 
-def _mean(clients: Round) -> State:
+def _mean(clients):
     mean = Mean()
     for update, weight in clients:
         mean.add(update, weight)
     return mean.result()
 
 
-def _round(
-    clients: Round, anchor: str, options: AlignmentOptions = EAGER, **how: Any
-) -> tuple[State, list[AlignedUpdate]]:
+def _round(clients, anchor, options=EAGER, **how):
     options = replace(options, anchor=anchor)
     results = list(align_round(clients, BASE, SYMMETRY, options, **how))
     return _mean([(dict(result.tensors), result.weight) for result in results]), results
 
 
-def _parts(result: AlignedUpdate) -> set[str]:
+def _parts(result):
     return {row.part for row in result.alignment.report.groups}
 
 
@@ -142,7 +133,7 @@ def test_updates_are_read_lazily_and_a_bad_one_is_refused(anchor):
 def test_embeddings_tell_one_base_from_another(name):
     base = state_of(name)
 
-    def cosine(state: State, to: State = base) -> float:
+    def cosine(state, to=base):
         return base_cosine(state, to, symmetry_for(name))
 
     inside, across = (
@@ -212,11 +203,11 @@ def test_other_basis_updates_are_aligned_by_their_own_options_and_evidence(
         update, weight = clients[i]
         moved[i] = (random_equivalent(update, SYMMETRY, i, WHOLE_MODEL), weight)
 
-    def evidence(to: State, update: State) -> Activations:
+    def evidence(to, update):
         asked.append(base_cosine(update, to, SYMMETRY))
         return Activations({}, {})
 
-    def mean(clients: Round, *options: Any, **how: Any) -> State:
+    def mean(clients, *options, **how):
         return _round(clients, anchor, *options, **how)[0]
 
     expected = mean(clients, other_basis=WHOLE, evidence=evidence)
@@ -247,7 +238,7 @@ def test_evidence_decides_what_weights_leave_open():
     update = state_of(NAME, 5, torch.float32)
     drawn = []
 
-    def initialised() -> Any:
+    def initialised():
         before = torch.random.get_rng_state()
         model = EVERY[NAME].build("eager")
         drawn.append(not torch.equal(torch.random.get_rng_state(), before))
@@ -288,7 +279,7 @@ def test_the_running_anchor_moves_by_the_share_of_each_update(monkeypatch):
     shares = []
     move = Anchor.towards_last
 
-    def recorded(anchor: Anchor, tensors: Any, share: float) -> Anchor:
+    def recorded(anchor, tensors, share):
         shares.append(share)
         return move(anchor, tensors, share)
 
@@ -303,7 +294,7 @@ def test_an_anchor_forgets_whom_it_was_not_moved_towards():
     """
     refused = list[Anchor]()
 
-    def find(update: Tensors, to: Anchor) -> Alignment:
+    def find(update, to):
         if any(to is anchor for anchor in refused):
             raise UpdateError("cannot be matched")
         return align(update, to, SYMMETRY)

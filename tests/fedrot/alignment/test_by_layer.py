@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ import transformers
 from fedrot import (
     AlignmentOptions,
     FedrotError,
-    Symmetry,
     UpdateError,
     align,
     align_round,
@@ -35,7 +32,6 @@ from fedrot.alignment.by_layer import (
     parts_of,
 )
 from fedrot.matching import descent
-from fedrot.report import AlignmentReport
 from fedrot.symmetry.groups import Move, apply_moves
 from fedrot.tensors import checked_device
 from tests.families import KINDS, symmetry_for
@@ -44,7 +40,6 @@ from tests.fedrot.pairs import OPTIONS, beside, movable_options
 from tests.fedrot.pretend import DEVICE, Pretend
 from tests.models import (
     EAGER,
-    State,
     align_tensors,
     cast,
     largest_difference,
@@ -56,18 +51,12 @@ PLACES = {"cpu": CPU, "device": DEVICE}
 NEURONS = 96
 
 
-def fold_by_layer(
-    mean: Mean, update: State, weight: float, *how: Any, **more: Any
-) -> AlignmentReport:
+def fold_by_layer(mean, update, weight, *how, **more):
     """Align an update layer by layer while it is added to a mean, as a round does."""
     parts, statistics, report = moved_by_layer(update, *how, **more)
     mean.check(update, weight, statistics)
     mean.fold_parts(parts, weight, statistics)
     return report()
-
-
-def size_of(part: Symmetry) -> int:
-    return sum(math.prod(shape) for shape in part.shapes.values())
 
 
 @pytest.fixture(autouse=True)
@@ -84,11 +73,11 @@ MORE = {
 }
 
 
-def sizes_of(parts: Iterable[Symmetry]) -> list[int]:
+def sizes_of(parts):
     return [sum(map(math.prod, part.shapes.values())) for part in parts]
 
 
-def with_groups(parts: Iterable[Symmetry]) -> list[Symmetry]:
+def with_groups(parts):
     return [part for part in parts if part.groups]
 
 
@@ -274,7 +263,7 @@ def test_a_wrong_last_tensor_is_refused_before_the_first_part(which):
 
 
 @cache
-def llama(layers: int) -> Symmetry:
+def llama(layers):
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": NEURONS}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(num_hidden_layers=layers, **sizes, **heads)
@@ -282,7 +271,7 @@ def llama(layers: int) -> Symmetry:
         return symmetry_of(config, transformers.LlamaForCausalLM(config).state_dict())
 
 
-def random(symmetry: Symmetry, seed: int, dtype: Any = torch.bfloat16) -> State:
+def random(symmetry, seed, dtype=torch.bfloat16):
     generator = seeded(seed)
     return {
         name: (torch.randn(shape, generator=generator) / 8).to(dtype)
@@ -328,12 +317,10 @@ def test_the_device_holds_two_layers_and_the_mean(drift):
 class AtOnce(Executor):
     """Does what it is given as soon as it can be done."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads):
         pass
 
-    def submit(
-        self, run: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Future[Any]:
+    def submit(self, run, /, *args, **kwargs):
         done = Future()
         done.set_result(run(*args, **kwargs))
         return done

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -36,9 +35,6 @@ from fedrot.alignment.diagnosis import (
 )
 from tests.models import (
     LAYERS,
-    Parts,
-    Settings,
-    State,
     near,
     squared_distance,
     state_of,
@@ -50,26 +46,22 @@ BASE = state_of(NAME)
 SYMMETRY = symmetry_for(NAME)
 
 
-def trained(base: State, count: int = 3) -> list[State]:
+def trained(base, count=3):
     """Models near the base, each with noise of its own."""
     return [near(base, 0.1, seed) for seed in range(1, count + 1)]
 
 
-def turned(
-    base: State, parts: Parts = ("attention", "ffn"), count: int = 3
-) -> list[State]:
+def turned(base, parts=("attention", "ffn"), count=3):
     """Models near the base that were moved to random equivalent ones."""
     updates = trained(base, count)
     return [random_equivalent(u, SYMMETRY, i, parts) for i, u in enumerate(updates)]
 
 
-def diagnosis(base: State, updates: list[State]) -> Diagnosis:
+def diagnosis(base, updates):
     return diagnose(base, updates, SYMMETRY)
 
 
-def line(
-    found: float, chance: float | None, part: str = "attention", **counts: int
-) -> Evidence:
+def line(found, chance, part="attention", **counts):
     return Evidence(
         100.0, found, found, chance, **{"groups": 20, **counts}, part=part, layer=0
     )
@@ -216,7 +208,7 @@ def test_the_sentence_shows_the_evidence_that_decides():
 # Rows of a run
 
 
-def rows_of(update: State, client: int, **options: Any) -> list[Settings]:
+def rows_of(update, client, **options):
     report = align(update, BASE, SYMMETRY, AlignmentOptions(**options)).report
     return [{"round": 1, "client": client, **row} for row in report.rows()]
 

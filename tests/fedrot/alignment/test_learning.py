@@ -4,8 +4,6 @@ elements.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,7 +12,6 @@ from fedrot.alignment.learning import LearningOptions, learn_alignment, loss_of
 from tests.fedrot.oracles import gap, seeded
 from tests.models import (
     VOCABULARY,
-    State,
     fresh_model,
     largest_difference,
     logits,
@@ -25,26 +22,29 @@ from tests.models import (
 NAME = "bert-classifier"
 
 
-def _batches(count: int = 2) -> list[State]:
+def batches_of(name=NAME, count=2, labels=None):
+    """Return labelled batches; a classifier's labels are what this model answers."""
     found = []
     for seed in range(count):
-        drawn = seeded(seed)
-        ids = torch.randint(4, VOCABULARY, (16, 7), generator=drawn)
-        labels = torch.randint(3, (16,), generator=drawn)
-        found.append(
-            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-        )
+        ids = torch.randint(4, VOCABULARY, (16, 7), generator=seeded(seed))
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        shape = ids.shape if name.endswith("mlm") else ids.shape[:1]
+        batch["labels"] = torch.randint(3, shape, generator=seeded(9 + seed))
+        if labels is not None:
+            with torch.no_grad():
+                batch["labels"] = labels(**batch).logits.argmax(-1)
+        found.append(batch)
     return found
 
 
-def _learn(batches: Any = None, factor: float = 1.0, **given: Any) -> Any:
+def _learn(batches=None, factor=1.0, **given):
     """Return what is learned of two unrelated models, and the start; a factor spoils
     the anchor.
     """
     anchor, update, symmetry = state_of(NAME), state_of(NAME, 4), symmetry_for(NAME)
     start = align(update, anchor, symmetry)
     spoilt = {name: factor * tensor for name, tensor in anchor.items()}
-    batches = _batches() if batches is None else batches
+    batches = batches_of() if batches is None else batches
     options = LearningOptions(**given)
     loss = loss_of(fresh_model(NAME).eval())
     return learn_alignment(
@@ -54,7 +54,7 @@ def _learn(batches: Any = None, factor: float = 1.0, **given: Any) -> Any:
 
 def test_the_function_stays_and_the_loss_falls():
     update = state_of(NAME, 4)
-    found, start = _learn(_batches(1), steps=40)
+    found, start = _learn(batches_of(count=1), steps=40)
     moved = found.alignment.apply(update)
     assert gap(logits(NAME, moved), logits(NAME, update)) <= 1e-5
     assert largest_difference(moved, start.apply(update)) > 1e-3

@@ -4,8 +4,6 @@ else.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -26,7 +24,7 @@ from fedrot.matching.problem import Problem
 from fedrot.symmetry.groups import apply_moves
 from tests import families
 from tests.fedrot.collect.tiny import batch_of, rows_of
-from tests.fedrot.oracles import Array, eye, gap, random_moves
+from tests.fedrot.oracles import eye, gap, random_moves
 from tests.fedrot.pairs import only
 from tests.models import (
     CASES,
@@ -35,7 +33,6 @@ from tests.models import (
     FEW,
     HEADS,
     LAYERS,
-    State,
     align_tensors,
     config_of,
     fresh_model,
@@ -49,20 +46,19 @@ from tests.models import (
 )
 
 BERT = "bert-classifier"
-Batch = State
 
 
-def loaded(name: str, state: State) -> Any:
+def loaded(name, state):
     model = fresh_model(name)
     model.load_state_dict(state)
     return model
 
 
-def pair_of(name: str) -> tuple[Any, Any]:
+def pair_of(name):
     return fresh_model(name), loaded(name, near(state_of(name), 0.4, 3))
 
 
-def tokens(name: str, rows: int = 64) -> list[Batch]:
+def tokens(name, rows=64):
     """Return random tokens, in the shape that the case's task head takes them in."""
     batches = random_inputs(config_of(name).to_dict(), rows, batch_size=rows // 2)
     if name.endswith("-choice"):
@@ -78,13 +74,13 @@ PADDED = [batch_of(1, 5, 9, 6), batch_of(2, 3, 7, 2)]
 # Moments against a slow oracle
 
 
-def correlation(a: Array, c: Array) -> Array:
+def correlation(a, c):
     """Eq. 1, scaled so that identical models have trace 1."""
     n = a.shape[1]
     return np.corrcoef(a, c, rowvar=False)[:n, n:] / n
 
 
-def covariance(a: Array, c: Array) -> Array:
+def covariance(a, c):
     x = a - a.mean(0)
     y = c - c.mean(0)
     return np.asarray(x.T @ y / np.sqrt((x**2).sum() * (y**2).sum()))
@@ -225,7 +221,7 @@ def test_a_rotated_stream_needs_canonical_tensors():
 # Matching by activations
 
 
-def seen_of(name: str, anchor: State, client: State, rows: int = 256) -> Activations:
+def seen_of(name, anchor, client, rows=256):
     models = (loaded(name, state) for state in (anchor, client))
     return collect_activations(*models, tokens(name, rows), symmetry_for(name))
 

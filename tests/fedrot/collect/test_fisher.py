@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import logsigmoid
 
 from fedrot import FedrotError, collect_fisher
 from tests.families import VOCABULARY, model_of
-from tests.fedrot.collect.tiny import Batch, batch_of, tiny_classifier
+from tests.fedrot.collect.tiny import batch_of, tiny_classifier
 from tests.fedrot.oracles import gap
-from tests.models import State, fresh_model, inputs, randomise, same
-
-#: Pairs of a probability and a log likelihood.
-Terms = list[tuple[float, Tensor]]
+from tests.models import fresh_model, inputs, randomise, same
 
 
-def mean_squares(
-    model: Any, batch: Batch, terms: Callable[[Any, Batch], Terms]
-) -> State:
+def mean_squares(model, batch, terms):
     """Return the mean over rows of ``sum p (grad log p)^2``, one backward pass per term
     on a graph of its own.
     """
@@ -44,27 +37,23 @@ def mean_squares(
     return total
 
 
-def brute_force(
-    model: Any, batch: Batch, likelihoods: Callable[[Tensor], Terms]
-) -> State:
+def brute_force(model, batch, likelihoods):
     """Return the expectation over all outcomes of the logits."""
     return mean_squares(model, batch, lambda net, row: likelihoods(net(**row).logits))
 
 
-def tiny(labels: int, problem: str | None = None, **how: Any) -> Any:
+def tiny(labels, problem=None, **how):
     """Return a one-layer model of its own, float64."""
     model = tiny_classifier("bert", num_labels=labels, problem_type=problem, **how)
     return randomise(model.double()).eval()
 
 
-def weighted(likelihoods: list[Tensor]) -> Terms:
+def weighted(likelihoods):
     """Return log likelihoods with their probabilities."""
     return [(float(value.detach().exp()), value) for value in likelihoods]
 
 
-def matches(
-    found: Mapping[str, Mapping[str, Tensor]], expected: Mapping[str, Tensor]
-) -> None:
+def matches(found, expected):
     assert found.keys() == {"fisher"}
     # Tied parameters are listed under every name.
     values = {id(value) for value in found["fisher"].values()}
@@ -79,17 +68,17 @@ def matches(
         assert gap(computed, value) <= bound, name
 
 
-def one_label(logits: Tensor) -> Terms:
+def one_label(logits):
     return weighted([*(logits[0] - logits[0].exp().sum().log())])
 
 
-def several_labels(logits: Tensor) -> Terms:
+def several_labels(logits):
     """Every set of labels, each label on or off."""
     signs = itertools.product((-1, 1), repeat=logits.shape[1])
     return weighted([logsigmoid(torch.tensor(s) * logits[0]).sum() for s in signs])
 
 
-def scores(logits: Tensor) -> Terms:
+def scores(logits):
     """Gauss-Hermite quadrature of ``y ~ N(z, 1)``, exact for polynomials of degree
     5.
     """
@@ -154,7 +143,7 @@ def test_fisher_is_the_expectation_over_the_models_own_labels(name):
 # Labels of the data
 
 
-def some_tokens(ids: Tensor) -> Tensor:
+def some_tokens(ids):
     labels = torch.full_like(ids, -100)
     labels[0, 2], labels[0, 5], labels[1, 1] = 1, 0, 2
     return labels
@@ -216,9 +205,7 @@ def test_the_empirical_fisher_squares_the_gradients_of_the_models_own_loss(
 # Sampled labels
 
 
-def outcomes(
-    model: Any, row: Batch, key: str, likelihoods: Callable[[Tensor], Terms], seeds: int
-) -> None:
+def outcomes(model, row, key, likelihoods, seeds):
     """Check that each seed gives the squares of one outcome, drawn as often as the
     model says.
 
@@ -275,7 +262,7 @@ def test_tokens_are_labelled_by_samples_of_the_model_except_for_padding():
         "attention_mask": torch.tensor([[1, 1, 1, 0]]),
     }
 
-    def terms(logits: Tensor) -> Terms:
+    def terms(logits):
         log_p = logits[0, :3].log_softmax(-1)
         labels = itertools.product((0, 1), repeat=3)
         return weighted([log_p[range(3), each].sum() for each in labels])

@@ -4,35 +4,30 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from fedrot import FedrotError, collect_fisher, collect_gram
 from tests import families
 from tests.families import model_of
 from tests.fedrot.collect.tiny import (
     CONV1D,
-    Batch,
     batch_of,
     of_text,
     rows_of,
     tiny_classifier,
 )
 from tests.fedrot.oracles import seeded
-from tests.models import CASES, State, fresh_model, inputs, randomise
+from tests.models import CASES, fresh_model, inputs, randomise
 
-#: The mask of the tokens that a module, by name, reads from a batch; None if all count.
-MaskOf = Callable[[str, Mapping[str, Any]], Tensor | None]
 few_words = partial(batch_of, vocabulary=families.VOCABULARY)
 
 
-def of_encoder_and_decoder(name: str, batch: Mapping[str, Any]) -> Tensor | None:
+def of_encoder_and_decoder(name, batch):
     """Cross-attention reads the encoder's text by its keys and values, the rest the
     decoder's.
     """
@@ -47,17 +42,17 @@ def of_encoder_and_decoder(name: str, batch: Mapping[str, Any]) -> Tensor | None
     return batch.get("decoder_attention_mask")
 
 
-def of_image_or_text(name: str, batch: Mapping[str, Any]) -> Tensor | None:
+def of_image_or_text(name, batch):
     return None if "vision" in name else batch["attention_mask"]
 
 
-def near(found: Tensor, expected: Tensor) -> bool:
+def near(found, expected):
     assert found.dtype == torch.float32
     assert found.shape == expected.shape
     return float((found.double() - expected).norm()) <= 1e-5 * float(expected.norm())
 
 
-def check(model: nn.Module, batches: Sequence[Any], mask_of: MaskOf = of_text) -> Any:
+def check(model, batches, mask_of=of_text):
     """Compare the statistics of every linear layer that shares no weight, and return
     them.
     """
@@ -129,7 +124,7 @@ def test_statistics_of_other_models_are_sums_over_tokens(name):
     check(build(), [batch()])
 
 
-def two_texts(length: int, masked: bool = True) -> State:
+def two_texts(length, masked=True):
     """Return a text of 6 tokens and what the decoder reads, both padded."""
     text = few_words(2, 3, 6, 3)
     answer = few_words(3, 3, length, 1)
@@ -228,14 +223,14 @@ class Paths(nn.Module):
     two names.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.left, self.right, self.last = (nn.Linear(4, 4) for _ in range(3))
         self.again = self.last
         self.unused = nn.Linear(5, 5)
         randomise(self)
 
-    def forward(self, x: Tensor, how: str = "") -> Tensor:
+    def forward(self, x, how=""):
         y = self.right(x + 1 if how == "apart" else x)
         if how in ("skip", "in place"):
             y += self.left(y) if how == "in place" else 0
@@ -246,7 +241,7 @@ class Paths(nn.Module):
         return self.last(y + z)
 
 
-def ways(*how: str) -> list[Any]:
+def ways(*how):
     return [
         {"x": torch.randn(4, 4, generator=seeded(i)), "how": one}
         for i, one in enumerate(how)
@@ -295,7 +290,7 @@ def test_no_token_to_read_gives_zeros():
 def test_no_more_batches_are_read_than_asked_for(most):
     taken = []
 
-    def batches() -> Iterator[Batch]:
+    def batches():
         for batch in ways("", "", ""):
             taken.append(batch)
             yield batch

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from tests.models import (
 NAME = "bert-classifier"
 
 
-def activations(anchor: Any, client: Any, batches: Any) -> Mapping[str, Tensor]:
+def activations(anchor, client, batches):
     return collect_activations(anchor, client, batches, symmetry_for(NAME)).matrices
 
 
@@ -40,7 +38,7 @@ COLLECTORS = {
 }
 
 
-def facts(model: Any) -> Any:
+def facts(model):
     """Return what collectors must leave as it was, beside the weights."""
     return (
         {name: module.training for name, module in model.named_modules()},

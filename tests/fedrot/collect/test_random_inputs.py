@@ -5,7 +5,6 @@ them.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from fedrot.check import output_change
 from fedrot.collect.random_inputs import reads_text
 from fedrot.symmetry.groups import Symmetry
 from tests.families import MEMBERS, VOCABULARY
-from tests.models import Settings, State, randomise
+from tests.models import randomise
 
 _TEXT = {
     "vocab_size": VOCABULARY,
@@ -49,7 +48,7 @@ IMAGES = ("vit", "deit", "clip-image")
 READS_TEXT = [name for name in MODELS if name not in IMAGES]
 
 
-def built(name: str) -> Any:
+def built(name):
     member = MEMBERS[name.partition(",")[0]]
     special = {**_TEXT, "eos_token_id": ENDS.get(name, 2)}
     special |= (
@@ -65,7 +64,7 @@ def built(name: str) -> Any:
     return randomise(replace(member, settings=settings).build("eager").double()).eval()
 
 
-def batch_for(model: Any, rows: int = 4, **options: Any) -> State:
+def batch_for(model, rows=4, **options):
     return next(random_inputs(model.config.to_dict(), rows, **options))
 
 
@@ -79,7 +78,7 @@ def test_models_of_images_and_of_one_row_run_on_what_is_drawn_for_them(
     assert reads_text(model.config.to_dict()) == (name in READS_TEXT)
 
 
-def answer(model: Any, batch: State) -> torch.Tensor:
+def answer(model, batch):
     """Return all that the model computes, one row per input."""
     with torch.no_grad():
         out = model(**batch, return_dict=True)
@@ -133,7 +132,7 @@ def test_texts_end_where_the_model_looks(name):
             assert not torch.equal(batch["decoder_input_ids"], ids)
 
 
-def drawn(settings: Settings, *given: Any, **options: Any) -> list[State]:
+def drawn(settings, *given, **options):
     return list(random_inputs(settings, *given, **options))
 
 

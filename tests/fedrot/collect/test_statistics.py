@@ -33,7 +33,6 @@ from fedrot.symmetry.rotary_actions import RotaryPhases
 from tests.families import KINDS, answers, inputs, model_of, state_of, symmetry_for
 from tests.fedrot.oracles import gap, normal, random_moves, seeded
 from tests.models import (
-    State,
     changed,
     copied,
     largest_difference,
@@ -186,7 +185,7 @@ def test_matrices_of_either_orientation_count_as_one_kind():
 # Moves
 
 
-def random_alignment(name: str, rotating: bool | None = None) -> Alignment:
+def random_alignment(name, rotating=None):
     """Return a random element of every group, or of those that rotate or do not."""
     symmetry = symmetry_for(name)
     moves = [
@@ -198,7 +197,7 @@ def random_alignment(name: str, rotating: bool | None = None) -> Alignment:
     return Alignment(symmetry, tuple(moves), AlignmentReport((), 0, 0, 0))
 
 
-def collected(name: str, state: State) -> dict[str, State]:
+def collected(name, state):
     with Float64():
         return collect_gram(model_of(name, state), [inputs(name)])
 
@@ -233,7 +232,7 @@ def test_gram_matrices_follow_a_random_element_of_all_parts(name):
     assert ("gram_conv1d" in after) == name.startswith("gpt2")
 
 
-def squares_of(name: str, state: State) -> State:
+def squares_of(name, state):
     """Return the squared gradients of one loss, by every name of a parameter that the
     loss sees.
     """
@@ -296,7 +295,7 @@ LAYER = "bert.encoder.layer.0.attention"
 def test_masks_of_all_rows_or_none_pass_a_rotation_and_others_do_not():
     alignment = random_alignment("bert", rotating=True)
 
-    def moved(name: str, mask: Tensor) -> Tensor:
+    def moved(name, mask):
         masks = {f"{LAYER}.{name}.weight": mask}
         return alignment.transport({"trained": masks})["trained"].popitem()[1]
 
@@ -356,7 +355,7 @@ def test_kinds_are_collected_with_and_without_their_limit_or_say_that_they_are_n
             assert float(found[kind]["0.weight"][0, 1]) == pytest.approx(expected)
 
 
-def indefinite(matrix: Tensor, size: float) -> Tensor:
+def indefinite(matrix, size):
     """Return a symmetric matrix with an eigenvalue of ``-size`` at unit diagonal."""
     scale = matrix.diagonal().sqrt()
     values, vectors = torch.linalg.eigh(matrix / scale[:, None] / scale)

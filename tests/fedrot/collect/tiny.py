@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from tests.fedrot.oracles import seeded
 from tests.models import VOCABULARY, State
 
-Batch = Mapping[str, Tensor]
 CONV1D = transformers.pytorch_utils.Conv1D
 
 #: Settings of models of one layer, or of one layer that is run often.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import peft
 import pytest
@@ -20,7 +19,7 @@ from tests.fedrot.task_head.test_sums import assert_close
 from tests.models import randomise
 
 
-def adapted(kind: str, **settings: Any) -> Any:
+def adapted(kind, **settings):
     """Return a float64 PEFT model whose trained copies differ from the layers that they
     replace.
     """

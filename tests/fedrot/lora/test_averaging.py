@@ -4,15 +4,12 @@ float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.testing import assert_close
 
 from fedrot.errors import FedrotError, UpdateError
@@ -28,9 +25,8 @@ from fedrot.lora.methods import METHODS
 from fedrot.lora.module_sums import ModuleSums
 from fedrot.lora.products import ProductSum, decomposed
 from tests.fedrot.oracles import drawing, eye, gap
-from tests.models import State, cast, copied, same
+from tests.models import cast, copied, same
 
-Adapter = State
 IN, OUT = 9, 7
 MODULES = {
     "base_model.model.layer.query": (IN, OUT),
@@ -43,14 +39,14 @@ SCALES = (SETTINGS, LoraSettings(alpha=2.0), LoraSettings(alpha=3.0, use_rslora=
 EXACT = AdapterOptions("exact")
 
 
-def factor(module: str, name: str = "A") -> str:
+def factor(module, name="A"):
     return f"{module}.lora_{name}.weight"
 
 
 QUERY_A, QUERY_B = factor(QUERY), factor(QUERY, "B")
 
 
-def adapter(seed: int, rank: int = 3, start: Adapter | None = None) -> Adapter:
+def adapter(seed, rank=3, start=None):
     """Return an adapter with random factors, near those of a start if there is one."""
     drawn = drawing(seed)
     found = {}
@@ -63,29 +59,29 @@ def adapter(seed: int, rank: int = 3, start: Adapter | None = None) -> Adapter:
 
 
 def pair(
-    drawn: Callable[..., Tensor],
-    rank: int = 4,
-    width: int = 60,
-    outputs: int = 50,
-    module: str = "q",
-) -> Adapter:
+    drawn,
+    rank=4,
+    width=60,
+    outputs=50,
+    module="q",
+):
     """Return one pair of random factors."""
     first = drawn(rank, width)
     return {factor(module): first, factor(module, "B"): drawn(outputs, rank)}
 
 
-def product(tensors: Any, module: str, settings: LoraSettings = SETTINGS) -> Tensor:
+def product(tensors, module, settings=SETTINGS):
     """Return the dense update of a module: the oracle."""
     a, b = (tensors[factor(module, name)].flatten(1) for name in "AB")
     return settings.scale(module, len(a)) * b @ a
 
 
-def truncated(dense: Tensor, rank: int) -> Tensor:
+def truncated(dense, rank):
     u, s, vt = torch.linalg.svd(dense, full_matrices=False)
     return (u[:, :rank] * s[:rank]) @ vt[:rank]
 
 
-def scrambled(tensors: Adapter, seed: int) -> Adapter:
+def scrambled(tensors, seed):
     """Return factors with the same products: ``G A`` and ``B G^-1`` for random
     invertible ``G``.
     """
@@ -99,32 +95,30 @@ def scrambled(tensors: Adapter, seed: int) -> Adapter:
     return found
 
 
-def updates(
-    adapters: Sequence[Adapter], weights: Sequence[float] = (1, 2, 5)
-) -> list[AdapterUpdate]:
+def updates(adapters, weights=(1, 2, 5)):
     return [
         AdapterUpdate(a, w, SETTINGS) for a, w in zip(adapters, weights, strict=False)
     ]
 
 
-def mean_of(sent: Sequence[AdapterUpdate], terms: Sequence[Tensor]) -> Tensor:
+def mean_of(sent, terms):
     """Return the mean of the clients' terms."""
     total = sum(update.weight for update in sent)
     return sum(u.weight / total * term for u, term in zip(sent, terms, strict=True))
 
 
-def dense_mean(sent: Sequence[AdapterUpdate], module: str) -> Tensor:
+def dense_mean(sent, module):
     return mean_of(sent, [product(u.tensors, module, u.settings) for u in sent])
 
 
-def clients(seed: int, ranks: Sequence[int] = (3, 3, 3)) -> list[AdapterUpdate]:
+def clients(seed, ranks=(3, 3, 3)):
     return [
         AdapterUpdate(adapter(seed + n, rank), n + 1.0, SCALES[n % 3])
         for n, rank in enumerate(ranks)
     ]
 
 
-def of_factors(sent: Sequence[AdapterUpdate], module: str, rank: int) -> Tensor:
+def of_factors(sent, module, rank):
     """Return the product of the means of the factors, in which ``B`` includes the
     scale.
     """
@@ -135,11 +129,11 @@ def of_factors(sent: Sequence[AdapterUpdate], module: str, rank: int) -> Tensor:
     return mean_of(sent, scaled) @ a
 
 
-def of_products(sent: Sequence[AdapterUpdate], module: str, rank: int) -> Tensor:
+def of_products(sent, module, rank):
     return truncated(dense_mean(sent, module), rank)
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
+def relative(found, expected):
     """Return the distance, relative to the norm of what was expected."""
     return float((found - expected).norm() / expected.norm())
 
@@ -154,9 +148,7 @@ CASES = [
 EVERY = pytest.mark.parametrize("options", CASES, ids=str)
 
 
-def close(
-    found: Adapter, module: str, expected: Tensor, tolerance: float = 1e-6
-) -> None:
+def close(found, module, expected, tolerance=1e-6):
     apart = (product(found, module) - expected).norm()
     assert float(apart) <= tolerance * max(1.0, float(expected.norm()))
 
@@ -311,9 +303,7 @@ def test_what_is_refused_leaves_nothing_and_results_share_nothing(options, wrong
         assert report.updates == 2
 
 
-def exact(
-    adapters: Sequence[Adapter], *more: Any, gauge: str = "keep-a", **how: Any
-) -> Any:
+def exact(adapters, *more, gauge="keep-a", **how):
     """Return the exact average and its report."""
     options = AdapterOptions("exact", gauge)
     return average_adapters(updates(adapters), SETTINGS, options, *more, **how)
@@ -388,7 +378,7 @@ def test_the_rotation_is_the_best_one(seed):
     drawn = drawing(seed)
     start, to, mean = ((drawn(3, IN), drawn(OUT, 3)) for _ in range(3))
 
-    def distance(a: Tensor, b: Tensor) -> Tensor:
+    def distance(a, b):
         return (a - to[0]).norm() ** 2 + (b - to[1]).norm() ** 2
 
     u, s, vt = torch.linalg.svd(start[1] @ start[0])
@@ -565,7 +555,7 @@ def test_a_bounded_sum_says_what_it_lost(dtype, seed, limit, near):
     assert error <= best + 2 * total.lost + rounding
 
 
-def whole(terms: Any) -> Tensor:
+def whole(terms):
     """Return the matrix that terms add up to."""
     return (terms.u * terms.s).double() @ terms.vt.double()
 

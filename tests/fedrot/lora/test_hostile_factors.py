@@ -13,20 +13,19 @@ from tests.fedrot.lora.test_averaging import (
     EXACT,
     MODULES,
     SETTINGS,
-    Adapter,
     adapter,
     product,
 )
 from tests.fedrot.oracles import seeded
 
 
-def sized(a: float, b: float, seed: int = 3) -> Adapter:
+def sized(a, b, seed=3):
     return {
         n: t.float() * (a if "lora_A" in n else b) for n, t in adapter(seed).items()
     }
 
 
-def average(*adapters: Adapter, weight: float = 1.0) -> Adapter:
+def average(*adapters, weight=1.0):
     found = EXACT.average(SETTINGS, sized(1, 1, 9))
     for tensors in adapters:
         found.add(AdapterUpdate(tensors, weight, SETTINGS))

@@ -26,7 +26,7 @@ def test_items_share_the_threads(two_threads):
         2, timeout=60
     )  # Passes only if two items are computed at a time.
 
-    def work(item: int) -> tuple[int, int]:
+    def work(item):
         together.wait()
         return item, torch.get_num_threads()
 
@@ -42,7 +42,7 @@ def test_items_share_the_threads(two_threads):
 def test_the_first_error_is_raised_and_the_threads_are_given_back(
     two_threads,
 ):
-    def work(item: int) -> None:
+    def work(item):
         if item:
             raise UpdateError(f"item {item}")
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import peft
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedrot.errors import FedrotError
 from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings, average_adapters
@@ -20,18 +18,18 @@ from tests.models import largest_difference
 SIZES = {"vocab_size": 30, "num_labels": 3}
 
 
-def bert() -> nn.Module:
+def bert():
     return tiny_classifier(
         "bert", hidden_size=16, intermediate_size=20, num_hidden_layers=2, **SIZES
     )
 
 
-def gpt2() -> nn.Module:
+def gpt2():
     how = {"n_embd": 16, "n_layer": 2, "n_positions": 12, "tie_word_embeddings": False}
     return tiny_classifier("gpt2", "CausalLM", **SIZES, **how)
 
 
-def adapted(net: nn.Module, rank: int = 4, seed: int = 0, **options: Any) -> Any:
+def adapted(net, rank=4, seed=0, **options):
     """Return a model in float64 whose factors are random."""
     torch.manual_seed(seed)
     config = peft.LoraConfig(r=rank, lora_alpha=6, **options)
@@ -74,7 +72,7 @@ SETTINGS = {
 }
 
 
-def outputs(model: nn.Module) -> Tensor:
+def outputs(model):
     ids = torch.randint(30, (3, 7), generator=seeded(1))
     with torch.inference_mode():
         return model(input_ids=ids).logits

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import peft
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from fedrot.errors import FedrotError, UpdateError
@@ -23,7 +22,7 @@ from tests.models import copied, largest_difference, same
 class Layers(nn.Module):
     """One layer of each kind that PEFT adapts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.config = {"model_type": "layers"}
         self.wte = nn.Embedding(30, 6)
@@ -31,12 +30,12 @@ class Layers(nn.Module):
         self.linear = nn.Linear(6, 6)
         self.conv = nn.Conv1d(6, 5, 3)
 
-    def forward(self, input_ids: Tensor) -> Any:
+    def forward(self, input_ids):
         found = self.conv(self.linear(self.conv1d(self.wte(input_ids))).mT)
         return SimpleNamespace(logits=found)
 
 
-def layers(rank: int = 4, seed: int = 0, target: str = "linear") -> Any:
+def layers(rank=4, seed=0, target="linear"):
     torch.manual_seed(9)
     return adapted(
         Layers(), rank, seed, target_modules=[target], fan_in_fan_out=target == "conv1d"
@@ -114,7 +113,7 @@ def test_clients_of_all_ranks_compute_what_the_sender_computes(kind, own):
 
 
 def test_a_model_that_took_other_ranks_is_trained_at_its_own_again():
-    def train() -> None:
+    def train():
         (client(torch.arange(7)[None]).logits ** 2).sum().backward()
 
     client = layers(2)

@@ -5,9 +5,7 @@ wrong.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -17,7 +15,6 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
-from torch import Tensor
 
 from fedrot import AlignmentOptions, align, random_equivalent
 from fedrot.matching import assignment
@@ -25,11 +22,11 @@ from fedrot.matching.anchor import Anchor
 from fedrot.symmetry.actions import Permutation
 from fedrot.symmetry.groups import Group, Slice, Slot
 from tests import models
-from tests.fedrot.oracles import Array, eye, normal, seeded
-from tests.models import FEW, Names, State, near, state_of, symmetry_for
+from tests.fedrot.oracles import eye, normal, seeded
+from tests.models import FEW, near, state_of, symmetry_for
 
 
-def _features(state: State, names: Names, layer: int) -> Array:
+def _features(state, names, layer):
     """Return input, bias and output weights of every neuron, side by side, ``[neurons,
     features]``.
     """
@@ -74,7 +71,7 @@ def test_permutation_is_the_full_assignment_s(name, regime, dtype):
         ] * 2
 
 
-def _nearest(one: Array, other: Array) -> Array:
+def _nearest(one, other):
     """Return the distance of every row to the nearest row of another number."""
     apart = cdist(one, other)
     np.fill_diagonal(apart, np.inf)
@@ -93,7 +90,7 @@ class Neurons:
     dtype: torch.dtype
     columns: int | None
 
-    def features(self, more: int = 0, width: int = 0, size: float = 0) -> Array:
+    def features(self, more=0, width=0, size=0):
         """Return features ``[n, width]``."""
         rng = np.random.default_rng(self.seed + more)
         centres = rng.normal(size=(max(2, self.n // 4), width or self.width))
@@ -101,7 +98,7 @@ class Neurons:
         noise = rng.normal(size=chosen.shape)
         return (size or self.size) * (chosen + self.spread * noise)
 
-    def blocks(self, *sides: Array) -> list[tuple[Tensor, ...]]:
+    def blocks(self, *sides):
         """Cut features of both sides into the slots of a feed-forward block: input,
         bias, output.
         """
@@ -123,16 +120,16 @@ NEURONS = st.builds(
 )
 
 
-def side_by_side(blocks: Any) -> list[Array]:
+def side_by_side(blocks):
     """Return the features of both sides as they were rounded, float64."""
     return [torch.cat(side, 1).double().numpy() for side in zip(*blocks, strict=True)]
 
 
-def group_of(n: int) -> Group:
+def group_of(n):
     return Group("ffn", 0, "ffn", Permutation(n), (Slot("w", 0, Slice(0, n)),))
 
 
-def followed(anchor: Anchor, client: Tensor, share: float) -> tuple[Anchor, Tensor]:
+def followed(anchor, client, share):
     """Return the anchor moved towards a client, and the client's distances."""
     current = anchor.tensors["w"]
     distances = assignment.row_distances([(current, client)])
@@ -273,7 +270,7 @@ def test_the_separation_of_signed_neurons_is_tight():
 def test_certificates_are_given_where_they_should_be():
     # Nearest neighbours that trade places: certified up to half the way, and not
     # beyond.
-    def certified(client: Tensor, anchor: Tensor) -> bool:
+    def certified(client, anchor):
         distances = assignment.row_distances([(anchor, client)])
         return bool(assignment.certified(distances, assignment.separation([anchor])))
 
@@ -312,7 +309,7 @@ def test_assignment_reaches_the_optimum(case):
     assert gain == pytest.approx(2 * (reached - here), abs=2 * slack)
 
 
-def _all_signed(n: int) -> Iterator[tuple[int, ...]]:
+def _all_signed(n):
     for order in itertools.permutations(range(1, n + 1)):
         for signs in itertools.product((1, -1), repeat=n):
             yield tuple(np.multiply(signs, order))
@@ -329,7 +326,7 @@ def test_signed_assignment_equals_brute_force(seed, n, shift):
     score = normal(seeded(seed), n, n) + shift * eye(n)
     trace = float(score.trace())
 
-    def value(element: Iterable[int]) -> float:
+    def value(element):
         return sum(
             float(score[i, abs(e) - 1]) * np.sign(e) for i, e in enumerate(element)
         )

@@ -7,18 +7,16 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
-from torch import Tensor
 from torch.testing import assert_close
 from transformers import BertConfig, BertForSequenceClassification
 
-from fedrot import WHOLE_MODEL, AlignmentOptions, Symmetry, align, random_equivalent
+from fedrot import WHOLE_MODEL, AlignmentOptions, align, random_equivalent
 from fedrot.alignment.anchors import align_round
 from fedrot.matching import chance
 from fedrot.matching.anchor import Anchor, Spread
@@ -32,7 +30,7 @@ from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Move, Slice, Slot, apply_moves
 from tests import families
 from tests.fedrot.oracles import normal, seeded
-from tests.models import FULL, State, cast, movable, tensors_of
+from tests.models import FULL, cast, movable, tensors_of
 
 #: Members with rotations, phases and signs, with biases, ties, shared heads and
 #: experts.
@@ -48,7 +46,7 @@ SHAPES = (
 )
 
 
-def bert(width: int = 64, heads: int = 2, layers: int = 1) -> tuple[State, Symmetry]:
+def bert(width=64, heads=2, layers=1):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = BertConfig(
@@ -62,7 +60,7 @@ def bert(width: int = 64, heads: int = 2, layers: int = 1) -> tuple[State, Symme
     return dict(state), symmetry_of(config, state)
 
 
-def isotropic(state: State, scale: float, seed: int) -> State:
+def isotropic(state, scale, seed):
     """Return the state with noise of one variance on all entries."""
     generator = seeded(10_000 + seed)  # not the numbers that made the state
     return {
@@ -74,25 +72,25 @@ def isotropic(state: State, scale: float, seed: int) -> State:
     }
 
 
-def shares(rows: Any) -> Tensor:
+def shares(rows):
     """Return the shares of the distance that groups removed and that chance removes."""
     assert all(row.chance is not None for row in rows)
     found = torch.tensor([[row.found, row.chance] for row in rows])
     return (found / torch.tensor([[row.before] for row in rows])).T
 
 
-def rows_of(*how: Any) -> Any:
+def rows_of(*how):
     """Return the rows of a report, by group."""
     return align(*how).report.groups
 
 
-def flat(state: State, group: Group) -> Tensor:
+def flat(state, group):
     """Return the tensors that a group acts on, in one vector."""
     names = sorted(tensors_of([group]))
     return torch.cat([state[name].double().flatten() for name in names])
 
 
-def squared(group: Group, state: State) -> float:
+def squared(group, state):
     """Return the sum of the squares of a group's slices."""
     blocks = (slot.of(state[slot.tensor]) for slot in group.slots)
     return sum(float(block.double().square().sum()) for block in blocks)
@@ -235,7 +233,7 @@ def test_layers_with_evidence_move_and_most_of_them_speak_for_all(turned, moving
         assert report.found("attention") > 2 * (report.chance("attention") or 1)
 
 
-def _group(heads: int, dim: int) -> Group:
+def _group(heads, dim):
     return Group("g", 0, "attention", HeadRotation(heads, dim), ())
 
 

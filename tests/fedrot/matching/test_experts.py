@@ -15,11 +15,10 @@ from fedrot.matching import experts
 from fedrot.matching.anchor import Anchor
 from fedrot.matching.problem import Problem
 from fedrot.symmetry.describe.mixture import ExpertNeurons, ExpertPermutation
-from fedrot.symmetry.groups import Group, Move, apply_moves
+from fedrot.symmetry.groups import Move, apply_moves
 from tests.families import state_of, symmetry_for
 from tests.fedrot.oracles import seeded
 from tests.models import (
-    State,
     align_tensors,
     largest_difference,
     near,
@@ -30,13 +29,13 @@ NAME, EXPERTS, NEURONS = "mixtral", 3, 20
 FFN = AlignmentOptions(parts=("ffn",), chance=0)
 
 
-def _groups(action: type) -> list[Group]:
+def _groups(action):
     return [
         group for group in symmetry_for(NAME).groups if isinstance(group.action, action)
     ]
 
 
-def _neuron_rows(state: State, expert: int) -> tuple[np.ndarray, np.ndarray]:
+def _neuron_rows(state, expert):
     """Return the gate's rows, and the rows of up beside the columns of down, of layer
     0.
     """
@@ -45,7 +44,7 @@ def _neuron_rows(state: State, expert: int) -> tuple[np.ndarray, np.ndarray]:
     return gate_up[:NEURONS], np.concatenate([gate_up[NEURONS:], down.T], 1)
 
 
-def _worth(anchor: State, client: State, i: int, j: int) -> float:
+def _worth(anchor, client, i, j):
     """Return what client expert ``j`` has in common with anchor expert ``i`` at
     best.
     """
@@ -59,9 +58,7 @@ def _worth(anchor: State, client: State, i: int, j: int) -> float:
 
 
 @cache
-def _best(
-    scale: float | None, seed: int
-) -> tuple[tuple[int, ...], float, State, State]:
+def _best(scale, seed):
     """Return the best order of the experts of layer 0 by trying all, and what it is
     worth.
     """
@@ -103,7 +100,7 @@ def test_few_pairs_of_experts_are_solved(monkeypatch):
     solved = []
     worth = experts._Pool.worth
 
-    def counted(pool: experts._Pool, i: int, j: int) -> float:
+    def counted(pool, i, j):
         solved.append((i, j))
         return worth(pool, i, j)
 

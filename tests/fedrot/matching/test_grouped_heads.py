@@ -9,17 +9,17 @@ import itertools
 import pytest
 import torch
 
-from fedrot import Activations, AlignmentOptions, Symmetry, align, random_equivalent
+from fedrot import Activations, AlignmentOptions, align, random_equivalent
 from fedrot.symmetry.actions import InsideHeads, QueryPermutation
-from fedrot.symmetry.groups import Group, Move, apply_moves
+from fedrot.symmetry.groups import Move, apply_moves
 from tests.families import state_of, symmetry_for
 from tests.fedrot.oracles import eye
-from tests.models import Parts, State, align_tensors, copied, near, squared_distance
+from tests.models import align_tensors, copied, near, squared_distance
 
 NAMES = ["llama", "mistral", "qwen2", "gemma3", "phi3-partial", "falcon-40b"]
 
 
-def _orders(symmetry: Symmetry) -> tuple[Group, Group]:
+def _orders(symmetry):
     """Return the groups that order the key heads and the query heads of the first
     layer.
     """
@@ -28,7 +28,7 @@ def _orders(symmetry: Symmetry) -> tuple[Group, Group]:
     return heads, queries
 
 
-def _best_by_trying_all(name: str, update: State, parts: Parts) -> float:
+def _best_by_trying_all(name, update, parts):
     """Return the least distance over all orders of the first layer's heads, the rest in
     closed form.
     """
@@ -87,12 +87,12 @@ def test_unrelated_models_never_lose_by_an_order(name, seed):
 
 
 def _elements(
-    name: str,
-    update: State,
-    anchor: State,
-    seen: torch.Tensor,
-    weight: float,
-) -> dict[str, list[object]]:
+    name,
+    update,
+    anchor,
+    seen,
+    weight,
+):
     """Return the orders that are found in the first layer, by group; activations
     correlate weakly.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +18,12 @@ from fedrot.matching.procrustes import best_orders
 from fedrot.symmetry.actions import HeadRotation
 from fedrot.symmetry.groups import Move, apply_moves
 from tests import models
-from tests.fedrot.oracles import Array, cross, eye, normal, seeded
+from tests.fedrot.oracles import cross, eye, normal, seeded
 from tests.fedrot.pairs import recovered
 from tests.models import (
     DIM,
     FEW,
     HEADS,
-    Names,
-    State,
     near,
     squared_distance,
     state_of,
@@ -34,9 +31,7 @@ from tests.models import (
 )
 
 
-def _between(
-    anchor: State, update: State, names: Names, layer: int, i: int, j: int
-) -> list[Array]:
+def _between(anchor, update, names, layer, i, j):
     """Return the cross matrices of anchor head ``i`` and client head ``j``."""
     order = torch.arange(HEADS * DIM).reshape(HEADS, DIM)
     order[[i, j]] = order[[j, i]]
@@ -82,7 +77,7 @@ def test_head_order_equals_brute_force(name, regime, parts):
             for i, j in itertools.product(range(HEADS), repeat=2)
         }
 
-        def total(order: Any, of: Any = value, pairs: Any = pairs) -> float:
+        def total(order, of=value, pairs=pairs):
             return sum(of(m) for pair in enumerate(order) for m in pairs[pair])
 
         best = max(itertools.permutations(identity), key=total)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from fedrot import AlignmentOptions
 from fedrot.matching.rotary import RotarySolver
@@ -31,7 +30,7 @@ def test_the_best_turn_of_every_frequency_is_not_beaten(action, interleaved):
     evidence = solver.of_cross(group, cross)
     assert gap(solver.similarity(group, [(a, c)]), evidence) <= 1e-12
 
-    def reached(element: Tensor) -> Tensor:
+    def reached(element):
         return (a * group.act(element, c, 0)).reshape(KEY_HEADS, -1).sum(1)
 
     best = solver.best(group, evidence, options)

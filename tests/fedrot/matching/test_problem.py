@@ -4,18 +4,17 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
 import torch
 
-from fedrot import AlignmentOptions, Symmetry, SymmetryError, align
+from fedrot import AlignmentOptions, SymmetryError, align
 from fedrot.matching import problem as of_problem
-from fedrot.matching.problem import Match, Problem, solver_of, solves, stage_of
+from fedrot.matching.problem import Match, solver_of, solves, stage_of
 from fedrot.symmetry.actions import HeadRotation, Permutation
-from fedrot.symmetry.groups import Group, Move, apply_moves
+from fedrot.symmetry.groups import Move, apply_moves
 from tests.models import largest_difference, near, state_of, symmetry_for
 
 NAME = "bert-classifier"
@@ -32,7 +31,7 @@ class HeadLinear(HeadRotation):
     """``GL(dim)`` in each head, which contains the rotations."""
 
 
-def _with_reversals(symmetry: Symmetry) -> Symmetry:
+def _with_reversals(symmetry):
     groups = [
         replace(g, action=Reversal(g.action.units)) if g.part == "ffn" else g
         for g in symmetry.groups
@@ -40,7 +39,7 @@ def _with_reversals(symmetry: Symmetry) -> Symmetry:
     return replace(symmetry, groups=tuple(groups))
 
 
-def _match_reversals(groups: Sequence[Group], problem: Problem) -> list[Match]:
+def _match_reversals(groups, problem):
     matches = []
     for group in groups:
         element = torch.arange(group.action.units).flip(0)
@@ -111,7 +110,7 @@ def test_a_registered_solver_is_used_in_the_stage_of_its_action(
     called = []
 
     @solves(Reversal)
-    def match(groups: Sequence[Group], problem: Problem) -> list[Match]:
+    def match(groups, problem):
         called.append(len(groups))
         return _match_reversals(groups, problem)
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from torch import Tensor
 
 from fedrot import AlignmentOptions, align, random_equivalent
 from fedrot.errors import UpdateError
@@ -75,7 +74,7 @@ def test_an_svd_that_does_not_converge_is_done_by_another_driver(
     m = normal(seeded(5), 2, DIM, DIM)
     expected = polar(m)
 
-    def fails(_: Tensor) -> None:
+    def fails(_):
         raise RuntimeError("did not converge")
 
     monkeypatch.setattr(torch.linalg, "svd", fails)
@@ -106,7 +105,7 @@ def test_rotation_moves_least_where_the_anchor_says_nothing():
     assert np.abs(found.double().numpy() - least).max() <= 1e-3
 
 
-def _spectrum(action: str, size: int, exponent: float) -> Tensor:
+def _spectrum(action, size, exponent):
     """Return singular values of which the least is ``10 ** -exponent``, none or all are
     0 or tiny.
     """

@@ -10,12 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from fedrot.matching.descent import compact
 from fedrot.matching.problem import SOLVERS
 from fedrot.symmetry.actions import (
-    Action,
     HeadPermutation,
     HeadRotation,
     Orders,
@@ -56,7 +54,7 @@ ROTATIONS = [
 KIND = pytest.mark.parametrize("name", KINDS)
 
 
-def matrix(action: Action, element: Tensor) -> Tensor:
+def matrix(action, element):
     """Return the matrix of an element, written from the definition."""
     if isinstance(action, QueryPermutation | ExpertNeurons):
         one = (
@@ -86,9 +84,7 @@ def matrix(action: Action, element: Tensor) -> Tensor:
     return found
 
 
-def act(
-    action: Action, element: Tensor, x: Tensor, axis: int, contravariant: bool = False
-) -> Tensor:
+def act(action, element, x, axis, contravariant=False):
     """Return what an action makes of an axis; experts have their number on an axis of
     its own.
     """
@@ -98,7 +94,7 @@ def act(
     return action.act(element, apart, 1, contravariant).flatten(0, 1).movedim(0, axis)
 
 
-def close(one: Tensor, other: Tensor) -> bool:
+def close(one, other):
     return bool(gap(one, other) <= 1e-12)
 
 

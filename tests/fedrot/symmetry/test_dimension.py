@@ -17,11 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from fedrot import symmetry_of
 from fedrot.check import Float64
@@ -41,36 +39,36 @@ Counts = Mapping[str, int]
 # Inputs
 
 
-def _ids(rows: int = 35, first: int = 0) -> Tensor:
+def _ids(rows=35, first=0):
     return torch.randint(first, TOKENS, (rows, LENGTH), generator=seeded(first + rows))
 
 
-def _text() -> State:
+def _text():
     return {"input_ids": _ids()}
 
 
-def _typed() -> State:
+def _typed():
     return {
         **_text(),
         "token_type_ids": torch.randint(TYPES, (35, LENGTH), generator=seeded(1)),
     }
 
 
-def _unpadded() -> State:
+def _unpadded():
     """MPNet counts positions from its padding token, 1."""
     return {"input_ids": _ids(first=2)}
 
 
-def _pair() -> State:
+def _pair():
     return {"input_ids": _ids(30), "decoder_input_ids": _ids(31)[:30]}
 
 
-def _image() -> State:
+def _image():
     pixels = normal(seeded(2), 200, 1, 2 * SIDE, 2 * SIDE)
     return {"pixel_values": pixels}
 
 
-def _spread() -> State:
+def _spread():
     """Sinusoids of neighbouring positions are all but linear: the stream could all but
     turn.
     """
@@ -116,7 +114,7 @@ _CENTRED = (WIDTH - 1) * (WIDTH - 2) // 2
 _ALL = WIDTH * (WIDTH - 1) // 2
 
 
-def _attention(blocks: int = LAYERS) -> dict[str, int]:
+def _attention(blocks=LAYERS):
     """Plain attention with all biases."""
     return {GL: blocks * 2 * HEADS * _REST, KEY: blocks * WIDTH, VALUE: blocks * WIDTH}
 
@@ -217,14 +215,14 @@ CASES = {}
 
 
 def _add(
-    name: str,
-    batch: Callable[[], State],
-    unused: Counts,
-    task: str = _TOKENS,
-    seed: int = 0,
-    member: Member | None = None,
-    **more: Any,
-) -> None:
+    name,
+    batch,
+    unused,
+    task=_TOKENS,
+    seed=0,
+    member=None,
+    **more,
+):
     """Add a case: a member of the zoo in small, with another task or other settings."""
     member = MEMBERS[name] if member is None else member
     known = dict(member.settings)
@@ -433,7 +431,7 @@ _add(
 )
 
 
-def _build(case: Case) -> Any:
+def _build(case):
     model = case.member.build("eager")
     for module in model.modules():
         for name in ("eps", "variance_epsilon"):
@@ -442,7 +440,7 @@ def _build(case: Case) -> Any:
     return randomise(model.double().eval(), case.seed)
 
 
-def _jacobian(model: nn.Module, case: Case) -> Tensor:
+def _jacobian(model, case):
     """Return the derivatives of random combinations of the outputs, a few more than
     parameters.
 
@@ -464,7 +462,7 @@ def _jacobian(model: nn.Module, case: Case) -> Tensor:
     return torch.cat(rows)
 
 
-def _nullity(jacobian: Tensor) -> int:
+def _nullity(jacobian):
     """Return how many directions have no effect; those that have some must have much
     more.
     """

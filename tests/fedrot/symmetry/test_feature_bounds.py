@@ -11,7 +11,6 @@ from fedrot.errors import SymmetryError
 from fedrot.symmetry import FAMILIES, Family, supported
 from fedrot.symmetry.describe.task_heads import AfterNorm, AfterTanh, Unbounded
 from fedrot.task_head.bounds import largest_inputs
-from tests.models import State
 
 #: The layer before the task head of every model type whose features have a bound.
 TANH = {
@@ -33,7 +32,7 @@ LAYERS = sorted(
 )
 
 
-def state_after(layer: str) -> State:
+def state_after(layer):
     """Return a task head of four inputs, and the layer before it."""
     return {
         f"{layer}.weight": torch.tensor([1.0, -2.0, 0.5, 3.0]),

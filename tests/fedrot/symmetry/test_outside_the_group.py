@@ -4,29 +4,25 @@ preservation bite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
 
 from fedrot.symmetry.actions import (
-    Action,
     HeadPermutation,
     HeadRotation,
     QueryPermutation,
 )
 from fedrot.symmetry.describe.mixture import ExpertNeurons
-from fedrot.symmetry.groups import NO_LAYER, Group, Move, Slot, apply_moves
+from fedrot.symmetry.groups import NO_LAYER, Move, apply_moves
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.symmetry.signs import SignedPermutation
 from tests import families
 from tests.families import KINDS, MEMBERS, model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import eye, gap, seeded
 from tests.fedrot.symmetry import traits
-from tests.models import State
 
 #: A change of the outputs, relative to the largest, that no rounding makes, and one
 #: that it may.
@@ -47,18 +43,15 @@ TRIED += ("phi3-partial", "qwen3", "falcon-40b", "modernbert-biased")
 #: Models whose embeddings lie in a space of their own that no norm reads.
 UNNORMED = ("deberta-embedding", "opt-projected")
 
-#: The changes of a member's outputs, and whether they must be visible; otherwise they
-#: are rounding.
-Changes = Iterator[tuple[float, bool]]
 CASES = []
 
 
 def outside(
-    *members: str,
-) -> Callable[[Callable[[str], Changes]], Callable[[str], Changes]]:
+    *members,
+):
     """Return a decorator that runs a check with those of the members that are tried."""
 
-    def register(check: Callable[[str], Changes]) -> Callable[[str], Changes]:
+    def register(check):
         found = [name for name in dict.fromkeys(TRIED) if name in members]
         CASES.extend(
             pytest.param(check, name, id=f"{check.__name__}-{name}") for name in found
@@ -70,37 +63,37 @@ def outside(
 
 
 @cache
-def _before(name: str) -> Tensor:
+def _before(name):
     return outputs(name, state_of(name))
 
 
-def _changed(name: str, state: State, before: Tensor) -> float:
+def _changed(name, state, before):
     """Return the largest change of an output, relative to the largest output."""
     return float(gap(outputs(name, state), before) / before.abs().max())
 
 
-def _change(name: str, *moves: Move) -> float:
+def _change(name, *moves):
     return _changed(name, apply_moves(state_of(name), moves), _before(name))
 
 
-def _groups(name: str, wanted: Callable[[Group], bool]) -> list[Group]:
+def _groups(name, wanted):
     """Return the groups of a member that are wanted, of which there is at least one."""
     found = [group for group in symmetry_for(name).groups if wanted(group)]
     assert found, f"{name} has no such group"
     return found
 
 
-def _of_kind(name: str, *kinds: type) -> list[Group]:
+def _of_kind(name, *kinds):
     return _groups(name, lambda group: type(group.action) in kinds)
 
 
-def _with(group: Group, action: Action, slots: Iterable[Slot] | None = None) -> Group:
+def _with(group, action, slots=None):
     return replace(
         group, action=action, slots=group.slots if slots is None else tuple(slots)
     )
 
 
-def _moving(action: Action, seed: int) -> Tensor:
+def _moving(action, seed):
     """Return a random element that moves something."""
     rng = seeded(seed)
     element = action.random(rng)
@@ -109,15 +102,15 @@ def _moving(action: Action, seed: int) -> Tensor:
     return element
 
 
-def _signed(group: Group) -> bool:
+def _signed(group):
     return isinstance(group.action, SignedPermutation | ExpertNeurons)
 
 
-def _is_key_bias(name: str, slot: Slot) -> bool:
+def _is_key_bias(name, slot):
     return slot.contravariant and len(symmetry_for(name).shapes[slot.tensor]) == 1
 
 
-def _unseen(name: str, group: Group, slot: Slot) -> bool:
+def _unseen(name, group, slot):
     """Whether a slot is a bias that adds the same to all scores of a query."""
     if not _is_key_bias(name, slot):
         return False
@@ -199,7 +192,7 @@ def test_a_group_that_leaves_out_one_slot_changes_the_outputs(name):
 
 
 @outside(*traits.ROTARY, *traits.NORMED)
-def rotary_heads_neither_reflect_nor_rotate(name: str) -> Changes:
+def rotary_heads_neither_reflect_nor_rotate(name):
     for group in _of_kind(name, RotaryPhases, RotarySigns):
         heads = group.action.heads
         dim = group.action.dim
@@ -218,7 +211,7 @@ def rotary_heads_neither_reflect_nor_rotate(name: str) -> Changes:
 
 
 @outside(*traits.NORMED)
-def a_norm_on_queries_and_keys_leaves_the_phases_0_and_pi(name: str) -> Changes:
+def a_norm_on_queries_and_keys_leaves_the_phases_0_and_pi(name):
     for group in _of_kind(name, RotarySigns):
         action = RotaryPhases(group.action.heads, group.action.dim)
         halves = (
@@ -234,7 +227,7 @@ def a_norm_on_queries_and_keys_leaves_the_phases_0_and_pi(name: str) -> Changes:
 
 
 @outside(*(name for name in MEMBERS if name not in traits.ONE_KEY_HEAD))
-def heads_do_not_mix(name: str) -> Changes:
+def heads_do_not_mix(name):
     """Not even by a rotation of equal units, which commutes with rotary positions."""
     groups = {g.name: g for g in symmetry_for(name).groups}
     for values in _groups(name, lambda g: g.name.endswith("vo")):
@@ -263,7 +256,7 @@ def heads_do_not_mix(name: str) -> Changes:
 
 
 @outside(*(name for name in traits.GROUPED if name not in traits.ONE_KEY_HEAD))
-def query_heads_stay_with_their_key_head(name: str) -> Changes:
+def query_heads_stay_with_their_key_head(name):
     for group in _of_kind(name, QueryPermutation):
         heads = group.action.units
         order = torch.arange(heads)
@@ -272,7 +265,7 @@ def query_heads_stay_with_their_key_head(name: str) -> Changes:
 
 
 @outside(*families.ALIBI)
-def heads_with_slopes_of_their_own_do_not_change_places(name: str) -> Changes:
+def heads_with_slopes_of_their_own_do_not_change_places(name):
     """The order of heads is a symmetry of all else that the layer computes."""
     groups = {g.name: g for g in symmetry_for(name).groups}
     for values in _groups(name, lambda g: g.name.endswith("vo")):
@@ -285,23 +278,28 @@ def heads_with_slopes_of_their_own_do_not_change_places(name: str) -> Changes:
 # Feed-forward
 
 
-def _one_sign(n: int) -> Tensor:
+def _one_sign(n):
     element = torch.arange(1, n + 1)
     element[n // 2] *= -1
     return element
 
 
-@outside(*(name for name in MEMBERS if name not in traits.GATED))
-def neurons_without_a_gate_have_no_sign(name: str) -> Changes:
-    for group in _groups(name, lambda g: g.part == "ffn"):
+def _one_signed(name, groups):
+    """Change one sign in each of the groups."""
+    for group in groups:
         signed = _with(group, SignedPermutation(group.action.units))
         yield _change(name, Move(signed, _one_sign(group.action.units))), True
+
+
+@outside(*(name for name in MEMBERS if name not in traits.GATED))
+def neurons_without_a_gate_have_no_sign(name):
+    return _one_signed(name, _groups(name, lambda g: g.part == "ffn"))
 
 
 # The residual stream
 
 
-def _normed_streams(name: str) -> list[Group]:
+def _normed_streams(name):
     """Return the groups of streams that a norm reads: some smaller embeddings pass
     none.
     """
@@ -312,13 +310,11 @@ def _normed_streams(name: str) -> list[Group]:
 
 
 @outside(*traits.LAYERNORM)
-def layer_norm_allows_no_sign_of_one_coordinate(name: str) -> Changes:
-    for group in _normed_streams(name):
-        signed = _with(group, SignedPermutation(group.action.units))
-        yield _change(name, Move(signed, _one_sign(group.action.units))), True
+def layer_norm_allows_no_sign_of_one_coordinate(name):
+    return _one_signed(name, _normed_streams(name))
 
 
-def _turned(group: Group) -> Move:
+def _turned(group):
     """Return one rotation of the whole stream, which leaves gains where they are."""
     action = HeadRotation(1, group.action.units)
     return Move(
@@ -328,13 +324,13 @@ def _turned(group: Group) -> Move:
 
 
 @outside(*(name for name in MEMBERS if name not in (*traits.BARE, *families.FIXED)))
-def gains_allow_no_rotation_of_the_stream(name: str) -> Changes:
+def gains_allow_no_rotation_of_the_stream(name):
     for group in _normed_streams(name):
         yield _change(name, _turned(group)), True
 
 
 @outside(*traits.RMS)
-def signs_of_an_rms_norm_s_stream_pass_its_gains(name: str) -> Changes:
+def signs_of_an_rms_norm_s_stream_pass_its_gains(name):
     (group,) = _groups(name, lambda g: g.part == "residual")
     sign = _one_sign(group.action.units)
     state = state_of(name)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from scipy.linalg import orthogonal_procrustes
-from torch import Tensor
 
 from fedrot import (
     AlignmentOptions,
@@ -21,13 +20,13 @@ from fedrot import (
 )
 from fedrot.symmetry import FAMILIES
 from fedrot.symmetry.describe.family import ROTATED
-from fedrot.symmetry.groups import Group, Move, apply_moves
+from fedrot.symmetry.groups import Move, apply_moves
 from fedrot.symmetry.stream import StreamRotation, centred_basis
 from tests.families import MEMBERS, inputs, model_of, outputs, state_of, symmetry_for
 from tests.fedrot.oracles import eye, gap, seeded
 from tests.fedrot.pairs import recovered
 from tests.fedrot.symmetry.traits import TURNING, TURNING_LAYERNORM
-from tests.models import State, largest_difference, movable, with_separate_tables
+from tests.models import largest_difference, movable, with_separate_tables
 
 #: One member of each kind of structure.
 TRIED = (
@@ -67,17 +66,17 @@ VARIANTS = {
 }
 
 
-def in_form(name: str, seed: int = 0) -> State:
+def in_form(name, seed=0):
     return canonical(state_of(name, seed), symmetry_for(name))
 
 
-def stream(name: str) -> Group:
+def stream(name):
     """Return the group of a member that rotates its stream."""
     groups = symmetry_for(name).rotated.groups
     return next(group for group in groups if isinstance(group.action, StreamRotation))
 
 
-def change(name: str, tensors: State, before: State | None = None) -> float:
+def change(name, tensors, before=None):
     """Return the largest change of an output, relative to the largest output."""
     expected = outputs(name, before or state_of(name))
     return float(gap(outputs(name, tensors), expected) / expected.abs().max())
@@ -182,7 +181,7 @@ def test_the_rotation_is_the_best_one(name):
     dim = group.action.dim
     basis = centred_basis(dim) if group.action.centred else eye(dim)
 
-    def rows(tensors: State) -> Tensor:
+    def rows(tensors):
         slots = (s.rows(tensors[s.tensor], torch.float64) for s in group.slots)
         return torch.cat([block.mT for block in slots]) @ basis
 

@@ -5,13 +5,10 @@ tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fedrot import (
     AlignmentOptions,
@@ -27,8 +24,6 @@ from tests.fedrot.oracles import gap
 from tests.models import (
     EVERYTHING,
     WIDTH,
-    Settings,
-    State,
     config_of,
     largest_difference,
     state_of,
@@ -36,8 +31,6 @@ from tests.models import (
     tensors_of,
 )
 
-Config = Settings
-Change = Callable[[Config, State], Any]
 LAYER = "bert.encoder.layer.1."
 QUERY, KEY = (
     f"bert.encoder.layer.0.attention.self.{side}" for side in ("query", "key")
@@ -48,7 +41,7 @@ POSITIONS = "bert.embeddings.position_embeddings.weight"
 # Names and forms of the same model
 
 
-def inserted(piece: str, after: str) -> Callable[[str], str]:
+def inserted(piece, after):
     """Return a function that puts a piece of a wrapper behind the first match in a
     name.
     """
@@ -141,37 +134,37 @@ def test_the_rotary_share_of_older_configurations_is_read():
 # Models that are refused, each with words of the error
 
 
-def setting(**values: Any) -> Change:
+def setting(**values):
     return lambda config, state: config.update(values)
 
 
-def tensor(name: str, value: Tensor) -> Change:
+def tensor(name, value):
     return lambda config, state: state.update({name: value})
 
 
-def tied(name: str, other: str) -> Change:
+def tied(name, other):
     """Give a tensor the storage of another one, which may be as long along its first
     axis alone.
     """
     return lambda config, state: state.update({name: state[other]})
 
 
-def missing(name: str) -> Change:
+def missing(name):
     return lambda config, state: state.pop(name)
 
 
-def cut(name: str) -> Change:
+def cut(name):
     return lambda config, state: state.update({name: state[name][: models.DIM // 2]})
 
 
-def cast(name: str, dtype: torch.dtype) -> Change:
+def cast(name, dtype):
     return lambda config, state: state.update({name: state[name].to(dtype)})
 
 
-def copies(*prefixes: str) -> Change:
+def copies(*prefixes):
     """Store the model once under each prefix."""
 
-    def change(config: Config, state: State) -> None:
+    def change(config, state):
         both = {prefix + key: t for prefix in prefixes for key, t in state.items()}
         state.clear()
         state.update(both)
@@ -179,7 +172,7 @@ def copies(*prefixes: str) -> Change:
     return change
 
 
-def ones(*shape: int) -> Tensor:
+def ones(*shape):
     return torch.ones(shape, dtype=torch.float64)
 
 
@@ -361,7 +354,7 @@ def test_a_config_of_another_type_is_refused(config):
 # Parts that are refused, and all others that move
 
 
-def nothing(config: Config, state: State) -> None:
+def nothing(config, state):
     """Leave the model as it is."""
 
 

@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import doctest
 import math
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import scipy.optimize
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.task_head import losses as module
@@ -42,9 +39,7 @@ from tests.models import fresh_model
 from tests.models import inputs as tokens
 
 
-def heads_of(
-    name: str, model: Any, factors: Sequence[float], partner: Sequence[int]
-) -> TaskHeads:
+def heads_of(name, model, factors, partner):
     """Return multiples of a model's own head."""
     state = model.state_dict()
     weight = state[f"{LAST[name]}.weight"]
@@ -101,7 +96,7 @@ def test_one_model_may_come_with_other_weights_and_not_with_other_rows():
     rows = [batch_for("bert", 4, seed) for seed in (1, 2)]
     heads = [heads_of("bert", model, [1], [-1])]
 
-    def models(change: Callable[[], object]) -> Iterator[Any]:
+    def models(change):
         yield model
         change()
         yield model
@@ -140,7 +135,7 @@ def test_heads_that_do_not_fit_the_layer_are_refused(change, message):
         compare_losses([model], [batch_for("bert", 4)], "classifier", [heads])
 
 
-def sums_of(losses: Tensor, rows: float = 5, correct: float = 3) -> LossSums:
+def sums_of(losses, rows=5, correct=3):
     counts = torch.tensor([rows, correct], dtype=torch.float64)
     return LossSums(losses[None], torch.zeros_like(losses[None]), counts)
 

@@ -8,7 +8,6 @@ import copy
 import itertools
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 from fedrot.errors import FedrotError, UpdateError
@@ -39,17 +38,15 @@ from fedrot.task_head.outputs import (
 )
 from fedrot.task_head.sums import ClassSums, collect_classes
 from tests.fedrot.collect.tiny import batch_of, tiny_classifier
-from tests.fedrot.oracles import Array, seeded
+from tests.fedrot.oracles import seeded
 from tests.fedrot.task_head.classifiers import CLASSES, sums_of, unlabelled
-from tests.models import State, randomise
+from tests.models import randomise
 
 SEEDS = st.integers(0, 2**32 - 1)
 ANY = st.sampled_from((*OUTPUT_KINDS,))
 
 
-def drawn(
-    problem: str, seed: int = 0, rows: int = 40, size: int = 5
-) -> tuple[Array, Array]:
+def drawn(problem, seed=0, rows=40, size=5):
     """Return features and labels that depend on them."""
     random = np.random.default_rng(seed)
     features = random.normal(size=(rows, size)) @ random.normal(size=(size, size)) + 1
@@ -63,26 +60,26 @@ def drawn(
     ) if problem == SEVERAL else values + 7
 
 
-def diagonal(features: Array, within: Array) -> Array:
+def diagonal(features, within):
     """Return the variances of features inside the classes, with their floor."""
     floor = np.maximum(features.var(0) / len(features), 1e-10 * (features**2).mean(0))
     found = np.maximum(np.diag(within), floor)
     return np.where(found > 0, found, 1)
 
 
-def scatter(features: Array, labels: Array) -> Array:
+def scatter(features, labels):
     """Return the covariance inside the classes, from deviations of their means."""
     means = np.stack([features[labels == label].mean(0) for label in labels])
     return (features - means).T @ (features - means) / len(features)
 
 
 def discriminant(
-    features: Array,
-    labels: Array,
-    shrinkage: float,
-    priors: Array | None = None,
-    target: Array | None = None,
-) -> tuple[Array, Array]:
+    features,
+    labels,
+    shrinkage,
+    priors=None,
+    target=None,
+):
     """Return linear discriminants from rows, with deviations from means in place of
     differences; the covariance is shrunk to a diagonal, by default its own.
     """
@@ -108,9 +105,7 @@ def discriminant(
     return weight, np.array(biases)
 
 
-def of_two_classes(
-    features: Array, labels: Array, shrinkage: float, priors: Array | None = None
-) -> tuple[Array, Array]:
+def of_two_classes(features, labels, shrinkage, priors=None):
     """Return the log odds of the discriminants between rows with and without each
     label; covariances are shrunk to the variances of all rows, times the mean share
     that lies inside the classes.
@@ -129,9 +124,7 @@ def of_two_classes(
     )
 
 
-def ridge(
-    features: Array, labels: Array, shrinkage: float, priors: Array | None = None
-) -> tuple[Array, Array]:
+def ridge(features, labels, shrinkage, priors=None):
     """Return ridge regressions, as least squares with rows more; the mean residual is
     0.
     """
@@ -146,7 +139,7 @@ def ridge(
     return weight, (labels - features @ weight.T).mean(0)
 
 
-def regression_of_one(features: Array, labels: Array, shrinkage: float) -> Array:
+def regression_of_one(features, labels, shrinkage):
     """Return the ridge regression of 1 on the features, as least squares with rows
     more; variances are shrunk to those inside the classes, times the mean ratio.
     """
@@ -270,7 +263,7 @@ def test_a_label_of_no_row_or_of_every_row_has_log_odds_alone():
 # Easy problems, and other units
 
 
-def points(features: Array, labels: Array, columns: slice) -> Array:
+def points(features, labels, columns):
     """Return features that are equal inside the classes, in some columns."""
     equal = features.copy()
     means = np.stack([features[labels == label].mean(0) for label in labels])
@@ -278,7 +271,7 @@ def points(features: Array, labels: Array, columns: slice) -> Array:
     return equal
 
 
-def more(features: Array, column: Array | float) -> Array:
+def more(features, column):
     return np.insert(features, 1, column, axis=1)
 
 
@@ -369,7 +362,7 @@ def test_numbers_may_have_any_unit(factor, offset):
 # What is refused
 
 
-def _with(value: Tensor, place: Any, entry: float) -> Tensor:
+def _with(value, place, entry):
     changed = value.clone()
     changed[place] = entry
     return changed
@@ -423,7 +416,7 @@ def test_packed_sums_that_no_rows_have_are_refused(name, change, message):
         ClassSums.unpacked(arrays, (CLASSES, 5))
 
 
-def _of(labels: list[int], rows: int = 4, size: int = 4) -> ClassSums:
+def _of(labels, rows=4, size=4):
     return sums_of(np.eye(max(rows, size))[:rows, :size], np.array(labels))
 
 
@@ -468,7 +461,7 @@ def test_sums_that_determine_no_head_are_refused(call, message):
 # Models of several labels and of regressions
 
 
-def batches_of(problem: str, outputs: int = CLASSES) -> list[State]:
+def batches_of(problem, outputs=CLASSES):
     """Return two batches, in each of which one row has no labels."""
     found = [batch_of(rows, rows) for rows in (20, 5)]
     for rows, batch in zip((20, 5), found, strict=True):
@@ -478,7 +471,7 @@ def batches_of(problem: str, outputs: int = CLASSES) -> list[State]:
     return found
 
 
-def logits_of(model: Any, batches: list[State]) -> Tensor:
+def logits_of(model, batches):
     model = copy.deepcopy(model).eval()
     with torch.no_grad():
         return torch.cat([model(**unlabelled(batch)).logits for batch in batches])

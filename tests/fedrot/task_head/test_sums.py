@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from fedrot.errors import FedrotError, SymmetryError, UpdateError
 from fedrot.task_head.bounds import largest_inputs
@@ -17,7 +14,7 @@ from fedrot.task_head.fit import fitted_task_head, with_task_head
 from fedrot.task_head.losses import ONE, TEMPERATURES, collect_losses, with_temperature
 from fedrot.task_head.names import task_head_of
 from fedrot.task_head.outputs import OUTPUT_KINDS
-from fedrot.task_head.sums import ClassSums, collect_classes
+from fedrot.task_head.sums import collect_classes
 from tests.families import config_of, inputs, model_of, state_of
 from tests.fedrot.oracles import gap
 from tests.fedrot.task_head.classifiers import (
@@ -41,9 +38,7 @@ BOUNDED += (
 )
 
 
-def assert_close(
-    found: ClassSums, expected: ClassSums, tolerance: float = 1e-10
-) -> None:
+def assert_close(found, expected, tolerance=1e-10):
     assert torch.equal(found.counts, expected.counts)
     for name in ("sums", "gram"):
         ours = getattr(found, name)
@@ -272,12 +267,12 @@ def test_another_layer_than_the_last_is_refused(name, head, message):
 class _Odd(nn.Module):
     """Does with its task head what a test says."""
 
-    def __init__(self, logits: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    def __init__(self, logits):
         super().__init__()
         self.score = nn.Linear(4, CLASSES)
         self.logits = logits
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         found = self.logits(self.score, x)
         return transformers.modeling_outputs.SequenceClassifierOutput(logits=found)
 

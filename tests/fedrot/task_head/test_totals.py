@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.testing import assert_close
 
 from fedrot.task_head import ClassSums, sums
@@ -18,14 +15,14 @@ from tests.fedrot.oracles import gap
 from tests.fedrot.task_head.classifiers import CLASSES, sums_of
 
 
-def drawn(seed: int, rows: int, scale: float = 1.0) -> ClassSums:
+def drawn(seed, rows, scale=1.0):
     """Return sums over random rows, whose last feature hardly varies."""
     features = np.random.default_rng(seed).normal(size=(rows, 5))
     features[:, -1] *= 1e-32
     return sums_of(scale * features, np.arange(rows) % CLASSES)
 
 
-def totals_of(clients: Sequence[ClassSums], order: Iterable[int]) -> Totals:
+def totals_of(clients, order):
     """Return the totals of clients that reply in an order."""
     totals = Totals({node: int(client.rows) for node, client in enumerate(clients)})
     for node in order:
@@ -89,7 +86,7 @@ def test_sums_are_checked_once_for_each_client(monkeypatch):
     checked = []
     kind = sums.kind_named("gram")
 
-    def count(value: Tensor, shape: tuple[int, ...]) -> str | None:
+    def count(value, shape):
         checked.append(value)
         return kind.check(value, shape)
 

@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -118,7 +117,7 @@ def test_what_is_missing_is_done_again_with_the_same_result(run, grid_file):
 
 
 def test_a_failing_pair_leaves_what_was_done(grid_file, tmp_path, monkeypatch):
-    def fail(*_: object) -> Any:
+    def fail(*_):
         raise RuntimeError("out of luck")
 
     monkeypatch.setitem(METHODS, "failing", MatchingMethod(refine=fail))

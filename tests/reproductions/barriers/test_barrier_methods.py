@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -82,7 +81,7 @@ def test_every_method_hides_labels_and_changes_neither_model(
     seen = []
     original = methods.collect_activations
 
-    def spy(anchor: Any, client: Any, batches: Any, *args: Any, **kwargs: Any) -> Any:
+    def spy(anchor, client, batches, *args, **kwargs):
         batches = list(batches)
         seen.extend(map(frozenset, batches))
         return original(anchor, client, batches, *args, **kwargs)
@@ -153,7 +152,7 @@ def test_a_method_may_refine_the_client(
 ):
     moved = match(METHODS["whole"], model, client, symmetry, batches)
 
-    def refine(anchor: Any, aligned: Any, *_: object) -> dict[str, torch.Tensor]:
+    def refine(anchor, aligned, *_):
         assert equal(aligned.state_dict(), moved)
         return parts(anchor)
 
@@ -176,7 +175,7 @@ def test_the_ends_are_exact_and_dtypes_stay(dtype):
     )
 
 
-def line(pair: str, method: str, *losses: float) -> BarrierLine:
+def line(pair, method, *losses):
     positions = tuple(np.linspace(0, 1, len(losses)).tolist())
     metrics = tuple({"accuracy": 1 - loss, "loss": loss} for loss in losses)
     return BarrierLine("c", pair, method, 2.0, 10.0, 5.0, positions, metrics)

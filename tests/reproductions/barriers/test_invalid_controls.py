@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
-from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from fedrot.errors import FedrotError
@@ -28,19 +25,19 @@ CONFIG = BertConfig(
 )
 
 
-def built(seed: int) -> Any:
+def built(seed):
     torch.manual_seed(seed)
     return BertForMaskedLM(CONFIG).eval()
 
 
-def batches() -> list[dict[str, Tensor]]:
+def batches():
     ids = torch.randint(1, 50, (16, 12), generator=torch.Generator().manual_seed(5))
     mask = torch.ones_like(ids)
     mask[:, 9:] = 0
     return [{"input_ids": ids, "attention_mask": mask, "labels": ids}]
 
 
-def units(model: nn.Module, layer: int) -> np.ndarray:
+def units(model, layer):
     """Return the outputs of all heads at the tokens that count, by hand."""
     found = []
     dense = model.get_submodule(f"bert.encoder.layer.{layer}.attention.output.dense")
@@ -56,7 +53,7 @@ ANCHOR, CLIENT = built(0), built(1)
 SYMMETRY = symmetry_of(CONFIG, CLIENT.state_dict())
 
 
-def matched(method: str, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def matched(method, rows):
     return match(METHODS[method], ANCHOR, CLIENT, SYMMETRY, rows)
 
 
@@ -86,7 +83,7 @@ def test_units_are_assigned_by_correlation_whatever_their_heads():
 def test_it_changes_the_function_and_head_permutations_do_not():
     inputs = {name: value for name, value in batches()[0].items() if name != "labels"}
 
-    def change(method: str) -> float:
+    def change(method):
         moved = built(2)
         moved.load_state_dict(matched(method, batches()))
         with torch.no_grad():

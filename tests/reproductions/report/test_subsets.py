@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from fedrot.simulations.run_folder import Run
-from reproductions.report.subsets import HEADER, SubsetTable, subset_table
-from tests.simulations.commands import Rows
+from reproductions.report.subsets import HEADER, subset_table
 
 EXPERIMENT = {
     "name": "s",
@@ -36,7 +33,7 @@ MERGED = {
 NAMES = ("f1_books", "f1_news", "f1_talk", "unseen_macro_f1")
 
 
-def rows(seed: int, shift: float = 0.0) -> Rows:
+def rows(seed, shift=0.0):
     common = {"experiment": "s", "seed": seed, "scope": "central"}
     return [
         {
@@ -55,7 +52,7 @@ def rows(seed: int, shift: float = 0.0) -> Rows:
     ]
 
 
-def table_of(rows: Rows, **changes: Any) -> SubsetTable | None:
+def table_of(rows, **changes):
     return subset_table(Run(rows=rows, experiments={"s": {**EXPERIMENT, **changes}}))
 
 

@@ -134,7 +134,7 @@ def test_errors_become_a_line_and_a_code(
     tmp_path,
     monkeypatch,
 ):
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(simulate, "simulate", fail)

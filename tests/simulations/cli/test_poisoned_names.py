@@ -8,7 +8,6 @@ import json
 import logging
 import re
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ INDEX = json.dumps({"metadata": {}, "weight_map": {"a": f"{POISON}.safetensors"}
 RUN = {**SMALL, "clients": 2, "seeds": 1, "rounds": 1, "strategies": "fedavg"}
 
 
-def table(header: str, row: str) -> str:
+def table(header, row):
     return f"{header}\n" + f"{row}\na,c\n" * 20
 
 
@@ -78,7 +77,7 @@ MODELS = {
 }
 
 
-def images(folder: Path) -> list[str]:
+def images(folder):
     for place in (folder / "images" / POISON, folder / "images" / "other"):
         place.mkdir(parents=True)
         for i in range(10):
@@ -89,7 +88,7 @@ def images(folder: Path) -> list[str]:
     ]
 
 
-def adapters(folder: Path) -> list[str]:
+def adapters(folder):
     for name in "ab":
         (folder / name).mkdir()
         settings = {"peft_type": "LORA", "r": 2, "target_modules": [f"{name}{POISON}"]}

@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ GROUP = typer.main.get_command(app)
 COMMANDS = GROUP.commands
 
 
-def help_of(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def help_of(name, monkeypatch):
     """The lines of a command's help on a usual terminal."""
     monkeypatch.setenv("COLUMNS", "80")
     return CliRunner().invoke(app, [*name.split(), "--help"]).output.splitlines()
@@ -120,9 +119,7 @@ MISTAKES = (
 )
 
 
-def results_of(
-    *lines: str, lacking: Iterable[str] = (), cwd: Path | None = None
-) -> tuple[list[int], list[str], set[str]]:
+def results_of(*lines, lacking=(), cwd=None):
     """Run commands in one new process, where the modules ``lacking`` cannot be
     imported.
 

@@ -335,6 +335,7 @@ def test_what_is_not_found_is_told_without_a_network(
     "name",
     [
         *("my/rows,old.csv", "rows/mine.csv.gz", "rows/mine.xlsx", "rows/a.png:x"),
+        "owner/rows,old.csv",
         *("./mine", "../mine", "/mine", "~/mine", "mine/", "rows\\mine", "here/mine"),
         *("my/rows,below", "sub/mine"),
     ],

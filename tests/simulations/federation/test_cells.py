@@ -267,7 +267,7 @@ def test_a_strategy_of_some_clients_tells_them_what_it_needs_and_chooses_by_thei
     assert ("train", held[0] + held[2]) in played.evaluated
 
 
-@pytest.mark.parametrize(("holdout", "scored"), [(0.0, 0), (0.03, 1)])
+@pytest.mark.parametrize(("holdout", "scored"), [(0.0, 0), (0.03, 2)])
 def test_clients_without_held_out_rows_have_no_scores(play, holdout, scored):
     played = play(holdout=holdout, rounds=1)
     held = played.clients(held_out=True)

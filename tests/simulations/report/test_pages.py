@@ -45,9 +45,9 @@ class Outline(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.links: list[str] = []
+        self.open = []
+        self.tags = set()
+        self.links = []
         self.feed(page)
         assert not self.open
 

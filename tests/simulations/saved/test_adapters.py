@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -16,7 +13,6 @@ from safetensors.torch import load_file
 
 from fedrot.lora.adapters import LoraSettings, pairs_of
 from tests.fedrot.lora.test_peft import bert, outputs
-from tests.models import State
 from tests.simulations.commands import run
 from tests.simulations.saved.folders import (
     change,
@@ -35,12 +31,12 @@ LORA = {
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-def base() -> Any:
+def base():
     torch.manual_seed(3)
     return bert().eval()
 
 
-def saved(folder: Path, seed: int, rank: int = 2, **changes: Any) -> Path:
+def saved(folder, seed, rank=2, **changes):
     torch.manual_seed(seed)
     model = peft.get_peft_model(base(), peft.LoraConfig(r=rank, **{**LORA, **changes}))
     for name, parameter in model.named_parameters():
@@ -60,7 +56,7 @@ def b(tmp_path):
     return saved(tmp_path / "b", 2)
 
 
-def products(folder: Path) -> State:
+def products(folder):
     tensors = load_file(folder / WEIGHTS)
     settings = LoraSettings.of(json.loads((folder / CONFIG).read_text()))
     return {
@@ -171,10 +167,8 @@ def test_old_files_lack_fields_and_a_base_has_several_paths(tmp_path, monkeypatc
     assert close(products(tmp_path / "out"), expected, atol=1e-5)
 
 
-def changed(
-    folder: Path, function: Callable[[str, torch.Tensor], torch.Tensor | None]
-) -> None:
-    def applied(tensors: State) -> State:
+def changed(folder, function):
+    def applied(tensors):
         found = {name: function(name, tensor) for name, tensor in tensors.items()}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -194,7 +188,7 @@ NAMES = {
 def test_names_of_a_state_dict_are_those_of_peft(how, a, b, tmp_path):
     before, adapter = NAMES[how]
 
-    def named(name: str) -> str:
+    def named(name):
         name = re.sub(r"(?<=lora_[AB])", adapter, name)
         if adapter:
             name = re.sub(r"(?<=classifier)", f".modules_to_save{adapter}", name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -56,7 +55,7 @@ def test_parts(tmp_path):
 def test_a_reader_that_does_not_take_up_the_gain_is_found(tmp_path, monkeypatch):
     """A residual stream that can be rotated is rotated, too."""
 
-    def wrong(*arguments: Any) -> fedrot.Symmetry:
+    def wrong(*arguments):
         symmetry = original_symmetry(*arguments)
         first, *others = symmetry.folds
         return replace(symmetry, folds=(replace(first, readers=()), *others))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -36,7 +33,7 @@ def own(tmp_path):
     return file
 
 
-def model(folder: Path, *biases: float, **settings: Any) -> Path:
+def model(folder, *biases, **settings):
     """A classifier that answers every text with the class of the largest bias."""
     tokenized(saved(model_of("bert-classifier"), folder))
     head = {
@@ -48,7 +45,7 @@ def model(folder: Path, *biases: float, **settings: Any) -> Path:
     return folder
 
 
-def judged(*line: object) -> str:
+def judged(*line):
     return run("merge", *line).removeprefix("The merged model is ")
 
 

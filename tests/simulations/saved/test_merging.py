@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from tests.simulations.saved.folders import (
 from tests.simulations.tensors import close, equal
 
 
-def loaded(folder: Path, like: Any) -> Any:
+def loaded(folder, like):
     """Load with the model's class; nothing may be missing or left over."""
     model, found = type(like).from_pretrained(folder, output_loading_info=True)
     assert not any(
@@ -126,7 +125,7 @@ def test_shards_and_pickles_are_read_and_the_rest_is_as_in_the_first_model(
 def test_nothing_is_left_without_a_path_or_when_it_fails(
     stage, pair, tmp_path, monkeypatch
 ):
-    def fail(*_: object, **__: object) -> Any:
+    def fail(*_, **__):
         raise OSError("out of luck")
 
     broken = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import shutil
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,14 +29,14 @@ from tests.simulations.saved.folders import tokenizer as tokenized
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0a1b\nsize 9\n"
 
 
-def pair(name: str, folder: Path) -> tuple[Path, Path]:
+def pair(name, folder):
     a, b = (
         saved(model_of(name, seed), folder / place) for seed, place in enumerate("ab")
     )
     return a, b
 
 
-def line(a: Path, b: Path, *options: object) -> tuple[object, ...]:
+def line(a, b, *options):
     return ("merge", a, b, *options, "--parts", "none", "--out", a.parent / "out")
 
 
@@ -125,13 +124,13 @@ def test_tables_that_are_tied_in_one_model_are_refused_also_if_allowed(
         refused("'lm_head.weight'", spoilt, *merge)
 
 
-def prefixed(prefix: str, folder: Path) -> None:
+def prefixed(prefix, folder):
     change(
         folder, lambda tensors: {f"{prefix}{name}": t for name, t in tensors.items()}
     )
 
 
-def replaced(name: str, tensor: torch.Tensor | None, folder: Path) -> None:
+def replaced(name, tensor, folder):
     rest = {} if tensor is None else {name: tensor}
     change(
         folder, lambda tensors: {n: t for n, t in tensors.items() if n != name} | rest

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from math import log
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import LlamaConfig, pipeline
@@ -19,7 +18,7 @@ from tests.strategies.test_pooled_classifier import LAST, folder_of
 TINY = {**SMALL, "width": 16, "clients": 2, "seeds": "3,5", "rounds": 1, "lr": 0.01}
 LORA = 'lora={r = 2, target_modules = ["query"]}'
 #: Options, and the class of the saved model; a decoder has left no segments.
-KINDS: dict[str, tuple[dict[str, Any], str]] = {
+KINDS = {
     "bert": ({}, "BertForSequenceClassification"),
     "distilbert": (
         {"architecture": "distilbert"},
@@ -38,7 +37,7 @@ def test_the_saved_model_is_the_one_that_was_measured(kind, tmp_path, monkeypatc
     """With the first seed; by a pipeline on the texts of the test rows."""
     monkeypatch.chdir(tmp_path)
     changes, name = KINDS[kind]
-    given: dict[str, Any] = {**TINY, **changes}
+    given = {**TINY, **changes}
     if "model" in changes:
         folder_of(Path("pooled"), LAST, LlamaConfig(**SIZES))
         for size in ("layers", "width", "heads"):
@@ -51,7 +50,7 @@ def test_the_saved_model_is_the_one_that_was_measured(kind, tmp_path, monkeypatc
     assert saved["architectures"] == [name]
     experiment = Experiment.from_flat({**given, "strategies": "fedavg,head_only"})
     data = task_of(experiment.to_json()).data
-    ask: Any = pipeline("text-classification", model="served", top_k=None)
+    ask = pipeline("text-classification", model="served", top_k=None)
     answers = ask([*data.test.inputs], truncation=True)
     losses = []
     for answer, label in zip(answers, data.test.labels, strict=True):

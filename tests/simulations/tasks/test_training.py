@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import BertConfig
 
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.classification import Classification
@@ -145,7 +146,7 @@ def test_step_batches_are_random_rows_each_once_and_no_more_than_asked_for(
 def test_models_with_two_kinds_of_segments_read_them():
     model = torch.nn.Linear(1, 1)
     for types in range(4):
-        model.config = SimpleNamespace(type_vocab_size=types)
+        model.config = BertConfig(type_vocab_size=types)
         found = model_inputs(
             model, {"input_ids": torch.zeros(1), "token_type_ids": torch.ones(1)}
         )
@@ -165,6 +166,9 @@ def test_a_client_trains_on_none_of_its_held_out_rows():
             labels = task.data.train.labels[rows]
             assert counts[client] == np.bincount(labels, minlength=7).tolist()
             trained, held = map(set, task.client_rows(seed, client))
-            drawn = np.random.default_rng([seed, client]).permutation(rows)
-            assert held == {*drawn[: math.floor(0.3 * len(rows))]} != set()
             assert trained == {*rows} - held
+            for label, size in enumerate(counts[client]):
+                of_class = held & {*rows[labels == label]}
+                # Of two rows and more, one at least, and never all.
+                wanted = min(max(round(0.3 * size), 1), max(size - 1, 0))
+                assert len(of_class) == wanted

@@ -4,21 +4,16 @@ nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-
 import pytest
 import torch
 from flwr.app import (
     ArrayRecord,
     ConfigRecord,
-    Context,
     Message,
     MetricRecord,
     RecordDict,
 )
 from flwr.clientapp import ClientApp
-from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding, GPT2Config, GPT2ForSequenceClassification
 
@@ -29,7 +24,7 @@ from fedrot.errors import FedrotError
 from fedrot.strategies import FedRot, add_statistics, statistics_record
 from fedrot.strategies.wire.arrays import STATISTICS
 from fedrot.strategies.wire.statistics_record import read_statistics
-from tests.models import State, config_of, near
+from tests.models import config_of, near
 from tests.strategies.aggregating import Client as Given
 from tests.strategies.aggregating import batches, loaded, merged
 from tests.strategies.classifier import NAME, state
@@ -39,25 +34,23 @@ EXAMPLES = (3, 10, 5)
 (BATCH,) = batches(0)
 
 
-def request(kinds: str = "gram") -> Message:
+def request(kinds="gram"):
     message = broadcast(FedRot(config_of(NAME), aggregation=RegMean), state())[0]
     message.content.config_records["config"][STATISTICS] = kinds
     return message
 
 
-def model() -> Any:
+def model():
     return loaded(state())
 
 
-def content(tensors: State | None = None) -> RecordDict:
+def content(tensors=None):
     return RecordDict(
         {"arrays": ArrayRecord(tensors or state()), "metrics": MetricRecord({"n": 1})}
     )
 
 
-def added(
-    kinds: str = "gram", rows: Any = None, to: RecordDict | None = None, **given: Any
-) -> Any:
+def added(kinds="gram", rows=None, to=None, **given):
     reply = content() if to is None else to
     rows = batches(0) if rows is None else rows
     add_statistics(reply, request(kinds), model(), rows, **given)
@@ -65,17 +58,17 @@ def added(
 
 
 class Counted:
-    def __init__(self, of: Iterable[Mapping[str, Tensor]]) -> None:
+    def __init__(self, of):
         self.of, self.begun, self.read = of, 0, 0
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         self.begun += 1
         for batch in self.of:
             self.read += 1
             yield batch
 
 
-def one_row_each(rows: int) -> list[dict[str, Tensor]]:
+def one_row_each(rows):
     (batch,) = batches(0, rows)
     return [
         {name: value[n : n + 1] for name, value in batch.items()} for n in range(rows)
@@ -181,7 +174,7 @@ def test_a_tensor_that_only_the_received_model_has_may_have_statistics():
 
 
 def test_a_kind_of_ones_own_is_collected_too(monkeypatch):
-    def collect(model: torch.nn.Module, rows: Iterable[Mapping[str, Tensor]]) -> Any:
+    def collect(model, rows):
         count = float(sum(len(row["input_ids"]) for row in rows))
         return {"rows": {"classifier.bias": torch.tensor([count])}}
 
@@ -194,12 +187,6 @@ def test_a_kind_of_ones_own_is_collected_too(monkeypatch):
         reply, request("rows"), model(), batches(0) * 3, max_batches=2
     ) == ("rows",)
     assert float(read_statistics(reply)["rows"]["classifier.bias"]) == 32
-
-
-def without_model() -> Message:
-    message = request()
-    del message.content["arrays"]
-    return message
 
 
 WRONG = [
@@ -243,18 +230,16 @@ def test_mistakes_are_refused_and_change_nothing(given, word):
 UPDATES = [near(state(), 0.05, seed) for seed in range(3)]
 
 
-def played(
-    aggregation: Any, add: Callable[..., Any] = add_statistics, **given: Any
-) -> ArrayRecord:
+def played(aggregation, add=add_statistics, **given):
     """Return the model after a round whose clients send their updates, with what
     ``add`` adds.
     """
 
-    def client(place: int) -> Any:
+    def client(place):
         app = ClientApp()
 
         @app.train()
-        def train(message: Message, context: Context) -> Message:
+        def train(message, context):
             network = loaded(UPDATES[place])
             metrics = MetricRecord({"num-examples": EXAMPLES[place]})
             arrays = ArrayRecord(network.state_dict())
@@ -272,7 +257,7 @@ def played(
     return result.arrays
 
 
-def clients(collect: Callable[..., Any]) -> list[Given]:
+def clients(collect):
     return [
         Given(update, weight, collect(loaded(update), batches(seed)))
         for seed, (update, weight) in enumerate(zip(UPDATES, EXAMPLES, strict=True))

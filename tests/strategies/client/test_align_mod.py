@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.client.mod import fixedclipping_mod as legacy_fixedclipping_mod
 from flwr.client.mod import secagg_mod, secaggplus_mod
 from flwr.clientapp import ClientApp
@@ -18,9 +16,8 @@ from flwr.clientapp.mod import (
     fixedclipping_mod,
     message_size_mod,
 )
-from flwr.common import Code, FitIns, FitRes, Parameters, Status, ndarrays_to_parameters
+from flwr.common import Code, FitIns, FitRes, Status, ndarrays_to_parameters
 from flwr.compat.common import recorddict_compat as compat
-from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Fisher
@@ -36,11 +33,10 @@ from fedrot.strategies.client.moves import ACTION, MESSAGE_TYPE
 from fedrot.strategies.wire.arrays import STATISTICS
 from fedrot.strategies.wire.statistics_record import read_statistics, statistics_record
 from tests import families
-from tests.models import EAGER, State, config_of, near
+from tests.models import EAGER, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import (
-    Client,
     failure,
     grid_of,
     largest_difference,
@@ -49,9 +45,6 @@ from tests.strategies.fakes import (
     reply,
 )
 
-#: What a client does with a message.
-Train = Callable[[Message], Message]
-
 CONFIG, CLIP, BASE, BIAS = config_of(NAME), 0.5, state(), "classifier.bias"
 #: An update in other coordinates than the model it was trained from, and what alignment
 #: makes of it.
@@ -59,11 +52,11 @@ UPDATE = fedrot.random_equivalent(near(BASE, 0.02, 1), SYMMETRY, 1)
 ALIGNED = fedrot.align(UPDATE, BASE, SYMMETRY).apply(UPDATE)
 
 
-def sends(update: State, **metrics: Any) -> Train:
+def sends(update, **metrics):
     return lambda message: reply(message, update, 10, **metrics)
 
 
-def app_of(train: Train, mods: list[Any]) -> Client:
+def app_of(train, mods):
     app = ClientApp(mods=mods)
     for register in (
         app.train(),
@@ -76,18 +69,18 @@ def app_of(train: Train, mods: list[Any]) -> Client:
     return node_of(app)
 
 
-def instruction(base: State = BASE, *, kind: str = "train", **config: Any) -> Message:
+def instruction(base=BASE, *, kind="train", **config):
     content = RecordDict({"arrays": ArrayRecord(base), "config": ConfigRecord(config)})
     return Message(content, dst_node_id=1, message_type=kind)
 
 
-def answered(train: Train, mod: Any, message: Message | None = None) -> Message:
+def answered(train, mod, message=None):
     found = app_of(train, [mod])(instruction() if message is None else message)
     assert found is not None
     return found
 
 
-def arrays(message: Message) -> State:
+def arrays(message):
     return model_in(message)
 
 
@@ -112,7 +105,7 @@ def test_what_does_not_move_keeps_its_bytes_and_the_clients_reply_stays_as_it_wa
     update = {k: v.half() for k, v in UPDATE.items()}
     sent = list[Message]()
 
-    def train(message: Message) -> Message:
+    def train(message):
         sent.append(reply(message, update, 10))
         message.content.array_records["arrays"].clear()
         return sent[0]
@@ -140,7 +133,7 @@ def test_tied_arrays_stay_tied_unless_they_move_apart(canonical):
     update["lm_head.weight"] = update["transformer.wte.weight"]
     options = fedrot.AlignmentOptions(("residual", "ffn"), canonical=canonical)
 
-    def train(message: Message) -> Message:
+    def train(message):
         answer = reply(message, update, 10)
         answer.content["arrays"] = to_arrays(update)
         return answer
@@ -160,14 +153,14 @@ def test_tied_arrays_stay_tied_unless_they_move_apart(canonical):
 def test_other_messages_pass_through_untouched(kind):
     sent = []
 
-    def serve(message: Message) -> Message:
+    def serve(message):
         sent.append(reply(message, UPDATE, 10))
         return sent[0]
 
     assert answered(serve, align_mod(CONFIG), instruction(kind=kind)) is sent[0]
 
 
-def squares(message: Message, context: Context, aligned: Mapping[str, Tensor]) -> Any:
+def squares(message, context, aligned):
     """Return a stand-in for the diagonal Fisher information: it depends on the
     coordinates.
     """
@@ -188,9 +181,7 @@ def test_scrambled_clients_give_the_unscrambled_mean_by_their_fisher_information
         fedrot.random_equivalent(update, SYMMETRY, i) for i, update in enumerate(honest)
     ]
 
-    def average(
-        updates: list[State], *mods: Any, aggregation: Any = Fisher
-    ) -> ArrayRecord:
+    def average(updates, *mods, aggregation=Fisher):
         given = {"aggregation": aggregation, "fraction_evaluate": 0.0}
         strategy = FedRot(CONFIG, alignment=None, **given)
         grid = grid_of(app_of(sends(update), [*mods]) for update in updates)
@@ -203,8 +194,8 @@ def test_scrambled_clients_give_the_unscrambled_mean_by_their_fisher_information
     assert largest_difference(average(honest, mod, aggregation=None), expected) > 1e-4
 
 
-def spoilt(change: Callable[[RecordDict], object]) -> Train:
-    def train(message: Message) -> Message:
+def spoilt(change):
+    def train(message):
         answer = reply(message, UPDATE, 10)
         change(answer.content)
         return answer
@@ -212,12 +203,12 @@ def spoilt(change: Callable[[RecordDict], object]) -> Train:
     return train
 
 
-def undecodable(content: RecordDict) -> None:
+def undecodable(content):
     garbage = Array(dtype="float32", shape=(3,), stype="numpy.ndarray", data=b"garbage")
     content.array_records["arrays"]["classifier.bias"] = garbage
 
 
-def without(name: str) -> State:
+def without(name):
     return {key: value for key, value in UPDATE.items() if key != name}
 
 
@@ -242,7 +233,7 @@ BROKEN = {
 def test_what_is_no_update_leaves_unchanged_with_a_warning(reason, warnings):
     sent = []
 
-    def train(message: Message) -> Message:
+    def train(message):
         sent.append(BROKEN[reason](message))
         return sent[0]
 
@@ -263,11 +254,11 @@ def test_a_message_with_several_models_is_left_alone(
     assert "the message holds 2 ArrayRecords" in warnings()
 
 
-def never(message: Message) -> Message:
+def never(message):
     raise AssertionError("the client must not train")
 
 
-def clipped(update: Mapping[str, Tensor], base: State) -> State:
+def clipped(update, base):
     norm = (
         sum(float((update[k] - base[k]).double().square().sum()) for k in base) ** 0.5
     )
@@ -322,7 +313,7 @@ def test_clipping_before_alignment_is_refused_at_the_first_message(case):
             node_of(app)(instruction(clipping_norm=CLIP))
 
 
-def with_statistics(statistics: Any) -> Train:
+def with_statistics(statistics):
     return spoilt(
         lambda content: content.update({STATISTICS: statistics_record(statistics)})
     )
@@ -354,18 +345,18 @@ def test_statistics_of_client_and_mod_leave_together_in_the_mods_precision():
 # Flower's legacy records and secure aggregation
 
 
-def nameless(tensors: State) -> Parameters:
+def nameless(tensors):
     return ndarrays_to_parameters([t.numpy() for t in tensors.values()])
 
 
-def legacy(base: State = BASE, secure: bool = False) -> Message:
+def legacy(base=BASE, secure=False):
     content = compat.fitins_to_recorddict(FitIns(nameless(base), {}), keep_input=True)
     if secure:
         content["secaggplus_configs"] = ConfigRecord({})
     return Message(content, dst_node_id=1, message_type="train")
 
 
-def sends_nameless(update: State) -> Train:
+def sends_nameless(update):
     result = FitRes(Status(Code.OK, ""), nameless(update), 10, {})
     return lambda m: Message(
         compat.fitres_to_recorddict(result, keep_input=True), reply_to=m
@@ -384,7 +375,7 @@ def test_tensors_without_names_take_them_from_the_symmetry(dtype, secure):
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
 
 
-def every(message: Message, context: Context, aligned: Mapping[str, Tensor]) -> Any:
+def every(message, context, aligned):
     return {FISHER: aligned}
 
 

@@ -5,10 +5,8 @@ kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 import fedrot
-from fedrot.alignment.align import Alignment
 from fedrot.alignment.learning import LearningOptions, learn_alignment, loss_of
 from fedrot.strategies import FedRot, Matching, match_at_client
 from fedrot.strategies.client.moves import (
@@ -28,9 +25,8 @@ from fedrot.strategies.client.moves import (
     request,
 )
 from fedrot.strategies.settings import OtherBasis
-from fedrot.strategies.wire.lazy_grid import LazyGrid, Replies
+from fedrot.strategies.wire.lazy_grid import LazyGrid
 from fedrot.symmetry.actions import (
-    Action,
     HeadPermutation,
     HeadRotation,
     Permutation,
@@ -39,7 +35,7 @@ from fedrot.symmetry.actions import (
 from fedrot.symmetry.groups import Group, Slice, Slot, Symmetry
 from fedrot.symmetry.rotary_actions import RotaryPhases, RotarySigns
 from fedrot.symmetry.signs import SignedPermutation
-from tests.models import EAGER, VOCABULARY, State, config_of, near
+from tests.models import EAGER, VOCABULARY, config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.classifier import (
     NAME,
@@ -51,7 +47,6 @@ from tests.strategies.classifier import (
     state,
 )
 from tests.strategies.fakes import (
-    Client,
     FakeGrid,
     aggregated,
     failure,
@@ -66,7 +61,6 @@ BASE = state()
 OTHER = state(3)
 LEARNING = LearningOptions(("attention",), steps=3)
 GLOBAL = fedrot.AlignmentOptions(anchor="global")
-Edit = Callable[[Tensor], Tensor]
 
 ATTENTION, FFN, STREAM, OUTPUT, HEADS = (
     SYMMETRY.select((part,))[0].name
@@ -74,7 +68,7 @@ ATTENTION, FFN, STREAM, OUTPUT, HEADS = (
 )
 
 
-def batches() -> Iterable[Mapping[str, Tensor]]:
+def batches():
     generator = torch.Generator().manual_seed(3)
     for _ in range(2):
         ids = torch.randint(VOCABULARY, (16, 8), generator=generator)
@@ -86,7 +80,7 @@ def batches() -> Iterable[Mapping[str, Tensor]]:
         }
 
 
-def client(batches: Callable[[], Iterable[Mapping[str, Tensor]]] = batches) -> Client:
+def client(batches=batches):
     app = ClientApp()
     match_at_client(
         app, lambda message, context: Matching(build, batches, learning=LEARNING)
@@ -94,24 +88,24 @@ def client(batches: Callable[[], Iterable[Mapping[str, Tensor]]] = batches) -> C
     return node_of(app)
 
 
-def ask(node: Client, update: State, learn: bool = False) -> Message:
+def ask(node, update, learn=False):
     answer = node(request(BASE, update, ConfigRecord(), 7, learn=learn))
     assert answer is not None
     return answer
 
 
-def read(answer: Message, update: State) -> Alignment:
+def read(answer, update):
     return alignment_by(read_moves(answer, SYMMETRY), update, BASE, SYMMETRY)
 
 
-def elements_of(answer: Message) -> dict[str, Tensor]:
+def elements_of(answer):
     return tensors_of(answer.content.array_records[ELEMENTS])
 
 
-def edited(edit: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Client:
+def edited(edit):
     node = client()
 
-    def answer(message: Message) -> Message | None:
+    def answer(message):
         found = node(message)
         assert found is not None
         elements = ArrayRecord(dict(edit(elements_of(found))))
@@ -120,7 +114,7 @@ def edited(edit: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Client:
     return answer
 
 
-def put(name: str, value: Edit | Tensor) -> Client:
+def put(name, value):
     return edited(
         lambda e: {**e, name: value if isinstance(value, Tensor) else value(e[name])}
     )
@@ -186,32 +180,32 @@ def test_learned_elements_travel_exactly():
     assert error(alignment.apply(OTHER), OTHER) <= 1e-4
 
 
-def undecodable(message: Message) -> Message | None:
+def undecodable(message):
     answer = client()(message)
     assert answer is not None
     next(iter(answer.content.array_records[ELEMENTS].values())).data = b"garbage"
     return answer
 
 
-def other_record(message: Message) -> Message:
+def other_record(message):
     return Message(
         RecordDict({"arrays": ArrayRecord({"x": torch.ones(2)})}), reply_to=message
     )
 
 
-def one_head(change: Edit) -> Edit:
+def one_head(change):
     """Return the element with only its last head or row changed."""
     return lambda e: torch.cat([e[:-1], change(e[-1:])])
 
 
-def doubled(e: Tensor) -> Tensor:
+def doubled(e):
     """Return the element with its last entry where its first is."""
     e = e.clone()
     e[..., 0] = e[..., -1]
     return e
 
 
-def identity(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
+def identity(value, dtype=torch.float64):
     return (value * torch.eye(8, dtype=dtype)).expand(4, 8, 8).contiguous()
 
 
@@ -285,7 +279,7 @@ BESIDE = [
 ]
 
 
-def element_read(kind: Action, element: Tensor) -> Tensor:
+def element_read(kind, element):
     """Return the element that is read from a client's answer, for a model of one
     tensor.
     """
@@ -314,7 +308,7 @@ def test_elements_are_read_as_they_were_sent_and_what_is_beside_them_is_refused(
                 element_read(kind, change(element))
 
 
-def strategy(**given: Any) -> FedRot:
+def strategy(**given):
     others = OtherBasis(
         **{"options": WHOLE, "at_clients": True, **given.pop("others", {})}
     )
@@ -380,7 +374,7 @@ def test_an_update_that_its_client_matched_leaves_the_others_to_the_anchor():
     assert largest_difference(result, ArrayRecord(mean)) <= 1e-5
 
 
-def nothing_moved(message: Message) -> Message:
+def nothing_moved(message):
     return Message(RecordDict({ELEMENTS: ArrayRecord({})}), reply_to=message)
 
 
@@ -397,9 +391,7 @@ class Chatty(FakeGrid):
     another's name.
     """
 
-    def send_and_receive(
-        self, messages: Iterable[Message], **kwargs: Any
-    ) -> Iterable[Message]:
+    def send_and_receive(self, messages, **kwargs):
         asked = list(messages)
         stranger = nothing_moved(asked[0])
         in_its_name = nothing_moved(asked[0])
@@ -422,13 +414,11 @@ def test_the_first_answer_of_who_was_asked_counts(warnings):
 
 
 class Silent(FakeGrid):
-    def send_and_receive(
-        self, messages: Iterable[Message], **kwargs: Any
-    ) -> Iterable[Message]:
+    def send_and_receive(self, messages, **kwargs):
         return []
 
 
-def left(message: Message) -> Message:
+def left(message):
     """Answer as the SuperLink does for a node that has left."""
     answer = failure(message)
     answer.metadata.__dict__["_src_node_id"] = 1
@@ -445,7 +435,7 @@ SENT = [BASE, permuted(BASE, 1), BASE]
 
 
 @cache
-def matched_at_the_server(model: Any) -> ArrayRecord:
+def matched_at_the_server(model):
     others = OtherBasis(model, None if model else WHOLE)
     return aggregated(FedRot(config_of(NAME), other_basis=others), BASE, SENT)[0]
 
@@ -466,9 +456,7 @@ def test_after_a_bad_answer_the_reply_is_matched_at_the_server(case, warnings):
 class Timed(LazyGrid):
     """Notes how long it is to wait for what kind of messages."""
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Replies:
+    def send_and_receive(self, messages, *, timeout=None):
         asked = list(messages)
         self.waits = [
             *getattr(self, "waits", []),
@@ -480,7 +468,7 @@ class Timed(LazyGrid):
 def test_requests_to_match_have_the_timeout_of_the_run_and_its_configuration():
     asked = []
 
-    def answer(message: Message) -> Message:
+    def answer(message):
         node = message.metadata.dst_node_id
         if message.metadata.message_type == MESSAGE_TYPE:
             asked.append(message)

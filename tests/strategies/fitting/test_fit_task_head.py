@@ -5,9 +5,7 @@ reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.wire.fitting_messages import LOSSES, ROWS, STAGE, SUMS
 from fedrot.task_head.losses import collect_losses, temperature_in_words
 from tests.strategies.fakes import (
-    Client,
     failure,
     grid_of,
     largest_difference,
@@ -32,7 +29,6 @@ from tests.strategies.fakes import (
 from tests.strategies.fitting.classifiers import (
     KINDS,
     SINGLE,
-    Answer,
     as_predicted,
     edited,
 )
@@ -159,7 +155,7 @@ def test_numbers_in_other_units_have_the_same_head():
     """Their loss has one unit, which no client sets alone."""
     kind = KINDS["regression"]
     before = kind.fitted(kind.clients())
-    for factor, offset in ((1e6, 0), (1e-6, 0), (1, 1e4)):
+    for factor, offset in ((1e6, 0), (1e-6, 0), (1, 1e3)):
         other = replace(
             kind, label=lambda ids, f=factor, o=offset: f * kind.label(ids) + o
         )
@@ -170,7 +166,7 @@ def test_numbers_in_other_units_have_the_same_head():
         )
         torch.testing.assert_close(weight / factor, expected, rtol=1e-3, atol=1e-3)
 
-    def claim(answer: Answer) -> None:
+    def claim(answer):
         if SUMS in answer:
             answer[SUMS]["counts"][-1] *= 1e12
 
@@ -180,8 +176,8 @@ def test_numbers_in_other_units_have_the_same_head():
     assert found.losses == pytest.approx(honest.losses, rel=0.5)
 
 
-def scaled(record: str, factor: float, *names: str) -> Callable[[Client], Client]:
-    def edit(answer: Answer) -> None:
+def scaled(record, factor, *names):
+    def edit(answer):
         for name in names or tuple(answer.get(record, ())):
             if record in answer:
                 answer[record][name] = answer[record][name] * factor
@@ -189,27 +185,27 @@ def scaled(record: str, factor: float, *names: str) -> Callable[[Client], Client
     return lambda node: edited(node, edit)
 
 
-def without_scatter(answer: Answer) -> None:
+def without_scatter(answer):
     answer.get(SUMS, {}).pop("scatter", None)
 
 
-def narrower(answer: Answer) -> None:
+def narrower(answer):
     if SUMS in answer:
         answer[SUMS] = {
             name: value[..., 1:].contiguous() for name, value in answer[SUMS].items()
         }
 
 
-def without_the_action(message: Message) -> Message | None:
+def without_the_action(message):
     try:
         return node_of(ClientApp())(message)
     except ValueError as error:  # As Flower's own grids do.
         return Message(Error(2, f"{type(error)}:<'{error}'>"), reply_to=message)
 
 
-def announcing(training: object) -> Callable[[Client], Client]:
-    def spoil(node: Client) -> Client:
-        def answer(message: Message) -> Message | None:
+def announcing(training):
+    def spoil(node):
+        def answer(message):
             found = node(message)
             if found is not None and ROWS in found.content:
                 vars(found.content[ROWS])["_data"].update(training=training, held_out=0)
@@ -285,7 +281,7 @@ def test_an_answer_that_is_none_is_left_out_and_named(name, what, warnings):
     assert largest_difference(found.arrays, expected.arrays) == 0
 
 
-def answering(**rows: Any) -> Client:
+def answering(**rows):
     """Return a client whose functions return these in each call."""
     app = ClientApp()
     both = {"training": [SINGLE.rows(7)], "held_out": [SINGLE.rows(17, 40)], **rows}
@@ -356,7 +352,7 @@ def test_a_client_may_lack_rows_of_one_kind(place, spoil):
     pair[place] = spoil(pair[place])
     asked = []
 
-    def node(message: Message) -> Message | None:
+    def node(message):
         asked.extend(message.content.config_records.values())
         return SINGLE.client(*pair)(message)
 

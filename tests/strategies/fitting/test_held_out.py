@@ -5,11 +5,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord
 
 import fedrot
 from fedrot.strategies import FedRot, Guard, evaluate_at_clients
@@ -18,23 +17,23 @@ from fedrot.task_head.losses import TEMPERATURES
 from tests.models import EAGER, config_of, near
 from tests.strategies.aggregating import loaded
 from tests.strategies.classifier import NAME, SYMMETRY, build, state
-from tests.strategies.fakes import Client, failure, grid_of, reply, tensors_of
-from tests.strategies.fitting.classifiers import SINGLE, Rows, State, as_predicted
+from tests.strategies.fakes import failure, grid_of, reply, tensors_of
+from tests.strategies.fitting.classifiers import SINGLE, as_predicted
 
 STATE = state()
 ARRAYS = ArrayRecord(state())
 WORSE = near(STATE, 0.3, 1)
 
 
-def predicted(seed: int, count: int) -> Rows:
+def predicted(seed, count):
     return as_predicted(SINGLE.rows(seed, count), loaded(STATE))
 
 
-def judge(held_out: Rows) -> Client:
+def judge(held_out):
     return SINGLE.client(None, held_out, build)
 
 
-def judged(tensors: State, *held_out: Rows) -> Any:
+def judged(tensors, *held_out):
     labels = torch.cat([given["labels"] for given in held_out])
     logits = torch.cat([SINGLE.logits(loaded(tensors), given) for given in held_out])
     losses = {t: float(SINGLE.loss(logits / t, labels).mean()) for t in TEMPERATURES}
@@ -44,7 +43,7 @@ def judged(tensors: State, *held_out: Rows) -> Any:
     return pytest.approx({**found, "temperature": best, "rows": len(labels)}, rel=1e-5)
 
 
-def forging(message: Message) -> Message | None:
+def forging(message):
     """Answer in the name of node 101."""
     found = judge(SINGLE.rows(7, 60))(message)
     assert found is not None
@@ -76,11 +75,11 @@ def test_without_an_answer_the_metrics_are_nan(warnings):
     assert "Round 3: clients did not evaluate" in warnings()
 
 
-def answering(node: Client, times: int) -> Client:
+def answering(node, times):
     """Return a node that answers so many requests, and then fails."""
     left = [times]
 
-    def answer(message: Message) -> Message | None:
+    def answer(message):
         left[0] -= 1
         return node(message) if left[0] >= 0 else failure(message)
 
@@ -110,8 +109,8 @@ def test_models_of_one_round_are_judged_by_the_same_clients():
     assert found["loss"] == pytest.approx(before + after - own, rel=1e-5)
 
 
-def trains(node: Client, update: State, weight: int) -> Client:
-    def answer(message: Message) -> Message | None:
+def trains(node, update, weight):
+    def answer(message):
         asked = message.metadata.message_type == MESSAGE_TYPE
         return node(message) if asked else reply(message, update, weight, weight)
 
@@ -128,7 +127,7 @@ def test_a_guard_keeps_what_the_clients_rows_prefer():
         for one in (1, 2)
     ]
 
-    def played(*answers: int) -> Any:
+    def played(*answers):
         """Play a round whose clients answer so many requests to judge."""
         nodes = [
             answering(judge(own), most)

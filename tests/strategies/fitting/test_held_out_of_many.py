@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +12,12 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from fedrot.strategies import evaluate_at_clients, to_arrays
 from fedrot.strategies.wire.fitting_messages import LOSSES, MODEL
 from fedrot.task_head.losses import ONE, TEMPERATURES
-from tests.strategies.fakes import Client, grid_of
+from tests.strategies.fakes import grid_of
 
 FIRST, SECOND = (ArrayRecord({"w": torch.full((1,), value)}) for value in (0.0, 1.0))
 
-#: Rows, mean losses of two models and shares of correct rows of one client.
-Figures = tuple[int, tuple[float, float], tuple[float, float]]
 
-
-def drawn(seed: int, count: int) -> list[Figures]:
+def drawn(seed, count):
     rng = np.random.default_rng(seed)
     figures = []
     for _ in range(count):
@@ -33,12 +28,12 @@ def drawn(seed: int, count: int) -> list[Figures]:
     return figures
 
 
-def answers(rows: int, losses: Sequence[float], right: Sequence[float]) -> Client:
+def answers(rows, losses, right):
     """Return a client that answers about two models by their first value."""
     # The second half of the temperatures is better by .1.
     better = torch.where(torch.arange(len(TEMPERATURES)) > ONE, 0.1, 0.0).double()
 
-    def answer(message: Message) -> Message:
+    def answer(message):
         place = int(message.content.array_records[MODEL]["w"].numpy()[0])
         grid = (losses[place] - better).unsqueeze(0) * rows
         counts = torch.tensor([rows, right[place] * rows]).double()
@@ -52,7 +47,7 @@ def answers(rows: int, losses: Sequence[float], right: Sequence[float]) -> Clien
     return answer
 
 
-def slow_centre(values: Sequence[float], rows: Sequence[int]) -> float:
+def slow_centre(values, rows):
     """Return the weighted mean without a quarter of the clients' weight at each end."""
     weights = np.minimum(rows, median(rows))
     quarter = min(sum(sorted(weights)[-(len(rows) // 4) :]), weights.sum() / 2)
@@ -64,7 +59,7 @@ def slow_centre(values: Sequence[float], rows: Sequence[int]) -> float:
     return float((inside * np.array(values)[order]).sum() / inside.sum())
 
 
-def expected(figures: list[Figures], values: Any, place: int) -> float:
+def expected(figures, values, place):
     """Return a metric of the second model: the first's, and the centre of changes."""
     rows = [row for row, *_ in figures]
     first = [values(figure, 0) for figure in figures]

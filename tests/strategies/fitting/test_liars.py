@@ -4,7 +4,6 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -24,8 +23,6 @@ from tests.strategies.fitting.feature_clients import (
     CLASSES,
     OLD,
     WIDTH,
-    Answer,
-    Lie,
     accuracy,
     client,
     drawn,
@@ -40,7 +37,7 @@ TURNED = [1, 2, 0]
 EYE = torch.eye(WIDTH, dtype=torch.float64)
 
 
-def of_points(points: Tensor, counts: Tensor, spread: float = 1e-9) -> Sums:
+def of_points(points, counts, spread=1e-9):
     """Return the sums of rows that all lie at one point of their class."""
     gram = points.mT @ (points * counts[:, None]) + spread * counts.sum() * EYE
     return {"counts": counts, "sums": points * counts[:, None], "gram": gram}
@@ -81,12 +78,12 @@ SPOILT = {
 }
 
 
-def prefers(head: int) -> Callable[[dict[str, Tensor]], None]:
+def prefers(head):
     """Return a lie by which one head, or the last, is perfect, and the others are
     absurd.
     """
 
-    def spoil(losses: dict[str, Tensor]) -> None:
+    def spoil(losses):
         losses["losses"][:] = 1e6 * losses["counts"][0]
         losses["losses"][min(head, len(losses["losses"]) - 1)] = 0.0
         losses["squares"].zero_()
@@ -94,7 +91,7 @@ def prefers(head: int) -> Callable[[dict[str, Tensor]], None]:
     return spoil
 
 
-def inverted(losses: dict[str, Tensor]) -> None:
+def inverted(losses):
     losses["losses"][:] = (
         losses["losses"].amax(0) - losses["losses"] + losses["losses"].amin(0)
     )
@@ -114,8 +111,8 @@ VOTES = {
 }
 
 
-def lie(spoilt: str, votes: str, factor: float) -> Lie:
-    def edit(answer: Answer) -> None:
+def lie(spoilt, votes, factor):
+    def edit(answer):
         if ROWS in answer:
             answer[ROWS]["training"] = int(answer[ROWS]["training"] * factor)
         if SUMS in answer:
@@ -129,6 +126,13 @@ def lie(spoilt: str, votes: str, factor: float) -> Lie:
     return edit
 
 
+def with_a_liar(spoilt, place, count):
+    """Return clients; the one at a place lies about its sums."""
+    clients = [client(seed) for seed in range(count)]
+    clients[place] = client(place, lie=lie(spoilt, "honest", 1))
+    return clients
+
+
 CASES = [*product(SPOILT, VOTES, (1, 10, 10**6))]
 
 
@@ -139,7 +143,7 @@ def test_a_quarter_of_liars_costs_little_accuracy(sizes):
     """At changing places; accuracy falls by .03 at most."""
     count, liars, step = sizes
 
-    def played(at: set[int], told: Lie | None) -> float:
+    def played(at, told):
         lies = [told if seed in at else None for seed in range(count)]
         return accuracy(
             fitted(
@@ -161,8 +165,7 @@ def test_sums_that_are_left_out_are_named_and_those_of_trusted_sites_stay(
     trusted, warnings
 ):
     """The oracle of trusted sites is the head that is fitted to all sums, as sent."""
-    turned = lie("labels turned", "honest", 1)
-    clients = [client(seed, lie=turned if seed == 4 else None) for seed in range(9)]
+    clients = with_a_liar("labels turned", 4, 9)
     found = fitted(clients, trusted=trusted)
     assert found.fitted
     # Eight groups: the first and the last of nine clients share one.
@@ -179,8 +182,7 @@ def test_sums_that_are_left_out_are_named_and_those_of_trusted_sites_stay(
 
 
 def test_rounds_pass_on_that_sites_trust_each_other(warnings):
-    turned = lie("labels turned", "honest", 1)
-    clients = [client(seed, lie=turned if seed == 4 else None) for seed in range(9)]
+    clients = with_a_liar("labels turned", 4, 9)
     for trusted in (True, False):
         assert "left out" not in warnings()
         strategy = FedRot(
@@ -191,8 +193,7 @@ def test_rounds_pass_on_that_sites_trust_each_other(warnings):
 
 
 def test_groups_with_large_features_are_named(warnings):
-    huge = lie("huge features", "honest", 1)
-    fitted([client(seed, lie=huge if seed == 2 else None) for seed in range(5)])
+    fitted(with_a_liar("huge features", 2, 5))
     assert "left out are the sums of clients 102: their features" in warnings()
 
 

@@ -5,7 +5,6 @@ for it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.serverapp import Grid
-from torch import nn
-from torch.nn.functional import cross_entropy
 
 import fedrot
+from fedrot.errors import UpdateError
 from fedrot.lora import AdapterOptions, adapter_tensors, load_adapter
 from fedrot.strategies import (
     Checkpointing,
@@ -27,12 +24,13 @@ from fedrot.strategies import (
     Server,
     fit_task_head,
 )
+from fedrot.strategies.fitting import exchange
 from fedrot.strategies.wire.arrays import TIED, from_arrays, to_arrays
 from fedrot.strategies.wire.fitting_messages import EVALUATE, LACKS, MODEL, STAGE, SUM
+from fedrot.task_head.choice import choose
 from tests.models import near
 from tests.strategies import toy
 from tests.strategies.fakes import (
-    Client,
     failure,
     grid_of,
     largest_difference,
@@ -41,33 +39,31 @@ from tests.strategies.fakes import (
     tensors_of,
 )
 from tests.strategies.fitting.classifiers import KINDS, RANKS, SINGLE
-from tests.strategies.toy import HEAD, State, client, loss, state
+from tests.strategies.toy import HEAD, client, loss, state
 
 CLIENTS = 4
 
 
-def noting(strategy: type) -> tuple[Any, list[ArrayRecord]]:
+def noting(strategy):
     sent = []
 
     class Noting(strategy):  # type: ignore[misc, valid-type]
         def configure_train(
             self,
-            server_round: int,
-            arrays: ArrayRecord,
-            config: ConfigRecord,
-            grid: Grid,
-        ) -> Iterable[Message]:
+            server_round,
+            arrays,
+            config,
+            grid,
+        ):
             sent.append(arrays)
             return super().configure_train(server_round, arrays, config, grid)
 
     return Noting, sent
 
 
-def noted(
-    nodes: Iterable[Client], notes: list[tuple[str, dict[str, ArrayRecord]]]
-) -> list[Client]:
-    def wrapped(node: Client) -> Client:
-        def answer(message: Message) -> Message | None:
+def noted(nodes, notes):
+    def wrapped(node):
+        def answer(message):
             (config,) = message.content.config_records.values()
             records = message.content.array_records.items()
             models = {
@@ -89,12 +85,12 @@ COMMON = {
 
 
 def played(
-    nodes: Iterable[Client] | None = None,
-    rounds: int = 2,
-    start: ArrayRecord | None = None,
-    config: Any = None,
-    **given: Any,
-) -> tuple[Any, list[ArrayRecord]]:
+    nodes=None,
+    rounds=2,
+    start=None,
+    config=None,
+    **given,
+):
     """Return the result of a run, by default of ``LEARNERS``, and its rounds' broadcast
     models.
     """
@@ -107,9 +103,7 @@ def played(
 # The choice, with bodies that are one number; the best is 1
 
 
-def run(
-    nodes: Iterable[Client], rounds: int, body: float = 0.0, **given: Any
-) -> tuple[Any, list[State]]:
+def run(nodes, rounds, body=0.0, **given):
     settings = {"alignment": None, "fit_head": HEAD, "server": None, **given}
     start = ArrayRecord(state(body))
     config = {"model_type": "bert"}
@@ -117,9 +111,7 @@ def run(
     return result, list(map(tensors_of, sent))
 
 
-def clients(
-    to: Callable[[float], float], folder: Path | None = None, count: int = CLIENTS
-) -> list[Client]:
+def clients(to, folder=None, count=CLIENTS):
     return [client(seed, folder, to) for seed in range(count)]
 
 
@@ -156,24 +148,34 @@ def test_the_best_of_old_new_and_half_way_is_taken(case, tmp_path):
     assert metrics["fedrot-head-loss"] == pytest.approx(loss(last, 3), rel=1e-5)
 
 
+def test_a_body_half_way_without_a_fitted_head_is_no_candidate(monkeypatch):
+    fit = exchange.with_fitted_task_heads
+
+    def refused(like, *how):
+        if like.share == 0.5:
+            raise UpdateError("no head for this body")
+        return fit(like, *how)
+
+    compared = []
+
+    def noted(votes, old, candidates):
+        compared.extend(candidates)
+        return choose(votes, old, candidates)
+
+    monkeypatch.setattr(exchange, "with_fitted_task_heads", refused)
+    monkeypatch.setattr(exchange, "choose", noted)
+    run(clients(lambda body: 2.0, count=3), 1)
+    assert {candidate.share for candidate in compared} == {1.0}
+    assert all(candidate.fitted for candidate in compared)
+
+
 def test_the_error_is_the_standard_error_of_the_differences_of_rows():
     """The oracle: the rows of all clients, which have equal numbers of rows; below
     four, a mean.
     """
     result, (first, *_) = run(clients(lambda body: body + 0.05, count=3), 1)
-    losses = []
-    for tensors in (first, tensors_of(result.arrays)):
-        model = toy.Toy()
-        model.load_state_dict(tensors)
-        every = [toy.rows(1000 + seed, 90) for seed in range(3)]
-        logits = [model(one["noise"], one["centres"]).logits.double() for one in every]
-        own = zip(logits, every, strict=True)
-        losses.append(
-            torch.stack(
-                [cross_entropy(x, y["labels"], reduction="none") for x, y in own]
-            )
-        )
-    differences = losses[1] - losses[0]
+    last = tensors_of(result.arrays)
+    differences = toy.row_losses(last, 3) - toy.row_losses(first, 3)
     metrics = result.train_metrics_clientapp[1]
     assert metrics["fedrot-head-change"] == pytest.approx(
         float(differences.mean()), abs=1e-6
@@ -224,7 +226,7 @@ def test_lost_and_damaged_files_and_full_disks_cost_only_bytes(
         folder.write_text("")
     nodes = noted(clients(lambda body: body + 0.3, folder), notes)
 
-    def spoiling(message: Message) -> Message | None:
+    def spoiling(message):
         for path in folder.rglob("*.safetensors"):
             data = path.read_bytes()
             place = 8 + int.from_bytes(data[:8], "little")  # of the body
@@ -245,7 +247,7 @@ def test_lost_and_damaged_files_and_full_disks_cost_only_bytes(
 def test_clients_that_always_lack_the_model_are_left_out(
     warnings,
 ):
-    def lacking(message: Message) -> Message | None:
+    def lacking(message):
         (config,) = message.content.config_records.values()
         lacks = Message(RecordDict({LACKS: ConfigRecord()}), reply_to=message)
         return lacks if config.get(STAGE) in (SUM, EVALUATE) else client(9)(message)
@@ -268,10 +270,10 @@ def test_a_resumed_run_does_not_begin_anew(tmp_path):
     assert largest_difference(found.arrays, whole.arrays) == 0
 
 
-def learner(index: int, build: Callable[[], nn.Module] | None = None) -> Client:
+def learner(index, build=None):
     answers = SINGLE.client(*SINGLE.pairs()[index], build)
 
-    def node(message: Message) -> Message | None:
+    def node(message):
         if message.metadata.message_type != "train":
             return answers(message)
         received = model_in(message)
@@ -330,11 +332,11 @@ def test_adapters_are_never_worse_over_rounds(method):
     kind = KINDS["adapter"]
     ranks = RANKS if method == "exact" else (max(RANKS),) * 3
 
-    def adapter_learner(index: int) -> Client:
+    def adapter_learner(index):
         rank = ranks[index]
         answers = kind.client(*kind.pairs()[index], lambda: kind.drawn(rank))
 
-        def node(message: Message) -> Message | None:
+        def node(message):
             if message.metadata.message_type != "train":
                 return answers(message)
             own = kind.build(rank)
@@ -373,10 +375,10 @@ def test_adapters_are_never_worse_over_rounds(method):
 def test_a_later_round_without_answers_keeps_its_head(
     warnings,
 ):
-    def once(node: Client) -> Client:
+    def once(node):
         asked = []
 
-        def answer(message: Message) -> Message | None:
+        def answer(message):
             asked.append(message.metadata.message_type != "train")
             # Three answers before the first round, four after it.
             return failure(message) if asked[-1] and sum(asked) > 7 else node(message)
@@ -394,7 +396,7 @@ def test_a_later_round_without_answers_keeps_its_head(
     assert largest_difference(sent[2], merged) == 0
 
 
-def only(trains: bool) -> Client:
+def only(trains):
     """Return a node that fails unless it is to train, or unless it is not."""
     return lambda message: (
         LEARNERS[0] if (message.metadata.message_type == "train") is trains else failure
@@ -416,7 +418,7 @@ def test_a_subclass_that_hides_the_model_is_refused():
     """
 
     class Own(FedRot):
-        def configure_train(self, *given: Any) -> Iterable[Message]:
+        def configure_train(self, *given):
             _, arrays, config, grid = given
             content = RecordDict({"arrays": arrays, "config": config})
             return [Message(content, node, "train") for node in grid.get_node_ids()]
@@ -430,19 +432,19 @@ def test_a_subclass_that_hides_the_model_is_refused():
             strategy.aggregate_train(1, list(grid.send_and_receive(messages)))
 
 
-def of_precision(index: int, dtype: torch.dtype | None = None) -> Client:
+def of_precision(index, dtype=None):
     """Return a node that computes in float32; with a precision it answers in it, and
     with the tie.
     """
 
-    def tied() -> nn.Module:
+    def tied():
         model = SINGLE.drawn()
         model.register_parameter("again", model.bert.pooler.dense.weight)
         return model
 
     node = learner(index, tied if dtype else None)
 
-    def answer(message: Message) -> Message | None:
+    def answer(message):
         if message.metadata.message_type != "train":
             return node(message)
         known = from_arrays(message.content.array_records["arrays"])

@@ -6,20 +6,18 @@ test of one exchange cannot see what a lie of one round does to the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.clientapp import ClientApp
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fedrot.strategies import FedRot, LabelledRows, answer_with_sums, from_arrays
-from tests.strategies.fakes import Client, grid_of, node_of, reply, tensors_of
-from tests.strategies.fitting.test_liars import Lie, lie
+from tests.strategies.fakes import grid_of, node_of, reply, tensors_of
+from tests.strategies.fitting.test_liars import lie
 
 CLASSES, CLUSTERS, INPUTS, WIDTH, ROUNDS = 3, 4, 10, 12, 3
 EVEN, FIRST, SECOND, THIRD = (
@@ -37,19 +35,17 @@ SETUPS = {
 #: What describes the network to the server: tanh bounds the features by 1.
 CONFIG = {"model_type": "bert", "num_labels": CLASSES}
 
-Rows = dict[str, Tensor]
-
 
 class Network(nn.Module):
     """One layer with tanh before a task head."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.config = CONFIG
         self.pooler = nn.Linear(INPUTS, WIDTH)
         self.classifier = nn.Linear(WIDTH, CLASSES)
 
-    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
+    def forward(self, inputs, labels=None):
         return SimpleNamespace(logits=self.classifier(self.pooler(inputs).tanh()))
 
 
@@ -58,7 +54,7 @@ CENTRES = torch.randn(
 )
 
 
-def drawn(seed: int, count: int, priors: Sequence[float]) -> Rows:
+def drawn(seed, count, priors):
     """Return rows of classes with four clusters each, which no straight line parts."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.tensor(priors)
@@ -68,7 +64,7 @@ def drawn(seed: int, count: int, priors: Sequence[float]) -> Rows:
     return {"inputs": CENTRES[labels, cluster] + noise, "labels": labels}
 
 
-def trained(message: Message, rows: Rows, seed: int) -> Message:
+def trained(message, rows, seed):
     """Answer with a model that was trained honestly."""
     network = Network()
     network.load_state_dict(from_arrays(message.content["arrays"]))
@@ -81,7 +77,7 @@ def trained(message: Message, rows: Rows, seed: int) -> Message:
     return reply(message, network.state_dict(), len(rows["labels"]), seed)
 
 
-def client(seed: int, priors: Sequence[float], told: Lie | None) -> Client:
+def client(seed, priors, told):
     """Return a client that trains honestly, and may lie about its sums."""
     rows, held_out = drawn(seed, 60, priors), drawn(1000 + seed, 40, priors)
     app = ClientApp()
@@ -90,7 +86,7 @@ def client(seed: int, priors: Sequence[float], told: Lie | None) -> Client:
     answer_with_sums(app, lambda message, context: data)
     node = node_of(app)
 
-    def answer(message: Message) -> Message | None:
+    def answer(message):
         sent = node(message)
         assert sent is not None
         content = sent.content
@@ -107,7 +103,7 @@ def client(seed: int, priors: Sequence[float], told: Lie | None) -> Client:
     return node if told is None else answer
 
 
-def accuracy(setup: str, told: Lie | None = None, rounds: int = ROUNDS) -> float:
+def accuracy(setup, told=None, rounds=ROUNDS):
     """Return the accuracy after some rounds, on rows of nobody; after 0, untrained."""
     priors = SETUPS[setup]
     liars = len(priors) // 4

@@ -4,13 +4,10 @@ average.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import RegMean
@@ -19,7 +16,7 @@ from fedrot.lora import AdapterOptions
 from fedrot.strategies import FedRot
 from fedrot.strategies.lora import AdapterMean
 from tests.models import EAGER, config_of
-from tests.strategies.aggregating import HEAD, Client, headless, honest, play
+from tests.strategies.aggregating import HEAD, headless, honest, play
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import largest_difference, tensors_of
 from tests.strategies.test_lora import SETTINGS, adapter
@@ -34,15 +31,13 @@ ROWS = {
 }
 
 
-def marking(
-    clients: Sequence[Client], rows: Iterable[tuple[int, ...] | None]
-) -> list[Client]:
+def marking(clients, rows):
     """Return clients that mark what they have trained, unless that is everything."""
     pairs = zip(clients, rows, strict=True)
     return [c if trained == (0, 1, 2) else headless(c, trained) for c, trained in pairs]
 
 
-def expected_head(clients: Sequence[Client], rows: Any, name: str) -> Tensor:
+def expected_head(clients, rows, name):
     """Return the head's rows over the clients that trained them, row by row."""
     found = []
     for row in range(3):

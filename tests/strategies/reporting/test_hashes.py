@@ -7,12 +7,10 @@ from __future__ import annotations
 import hashlib
 import math
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import FedAdam, FedMedian
 
 from fedrot.errors import FedrotError
@@ -31,7 +29,6 @@ from fedrot.strategies import (
 from fedrot.strategies.resume import checkpoints
 from fedrot.strategies.wire import arrays
 from fedrot.strategies.wire.arrays import STATISTICS
-from tests.models import State
 from tests.simulations.commands import run
 from tests.strategies.aggregating import grams
 from tests.strategies.classifier import SYMMETRY, state
@@ -39,7 +36,7 @@ from tests.strategies.fakes import FakeGrid, in_front_of, reply
 from tests.strategies.reporting.test_rows import rows_of, update
 
 
-def oracle(tensors: State | ArrayRecord) -> str:
+def oracle(tensors):
     """Return the hash by NumPy and hashlib alone."""
     given = tensors if isinstance(tensors, ArrayRecord) else ArrayRecord(tensors)
     found = b""
@@ -74,14 +71,12 @@ def test_the_hash_is_of_names_dtypes_shapes_and_bits():
     assert len({model_hash(other) for other in others}) == len(others)
 
 
-def client(
-    index: int, *, half: bool = False, says: int | None = None, bad: bool = False
-) -> Any:
+def client(index, *, half=False, says=None, bad=False):
     """Return a client; one that is ``bad`` sends NaN, another ``says`` that it is
     another one.
     """
 
-    def answer(message: Message) -> Message:
+    def answer(message):
         sent = {
             n: t.half() if half else t * (math.nan if bad else 1)
             for n, t in update(index).items()
@@ -162,7 +157,7 @@ def test_without_a_new_model_no_update_is_named_and_hashes_are_an_option(
         Reporting(hashes=True)
 
 
-def play(folder: Path, rounds: int, offset: int = 0) -> tuple[Path, Path]:
+def play(folder, rounds, offset=0):
     """Start or resume a run; return its rows and checkpoints."""
     file = folder / "rows.jsonl"
     kept = folder / "checkpoints"

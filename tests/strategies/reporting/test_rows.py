@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -15,21 +13,21 @@ import fedrot
 from fedrot.strategies import Aligned, FedRot
 from fedrot.strategies.reporting.rows import cut_rows, report_metrics
 from fedrot.strategies.settings import Checkpointing, Reporting
-from tests.models import State, near
+from tests.models import near
 from tests.strategies.classifier import SYMMETRY, state
-from tests.strategies.fakes import FakeGrid, grid_of, reply
+from tests.strategies.fakes import grid_of, reply
 
 
 class AlignedFedAdam(Aligned, FedAdam):
     """Has both a mixin and a state of its own."""
 
 
-def update(index: int) -> State:
+def update(index):
     return fedrot.random_equivalent(near(state(), 0.05, index), SYMMETRY, index)
 
 
-def client(index: int, loss: float = 0.5) -> Any:
-    def answer(message: Message) -> Message:
+def client(index, loss=0.5):
+    def answer(message):
         if message.metadata.message_type == "train":
             return reply(
                 message, update(index), 10, index, loss=loss, per_class=[0.1, loss]
@@ -40,12 +38,12 @@ def client(index: int, loss: float = 0.5) -> Any:
     return answer
 
 
-def grid() -> FakeGrid:
+def grid():
     return grid_of(map(client, range(3)))
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    def refused(constant: str) -> None:
+def rows_of(path):
+    def refused(constant):
         raise AssertionError(f"{constant} is not JSON")
 
     return [
@@ -54,7 +52,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def stages_of(path: Path) -> list[dict[str, Any]]:
+def stages_of(path):
     """Return the rows of metrics."""
     return [row for row in rows_of(path) if "stage" in row]
 
@@ -67,7 +65,7 @@ def test_every_round_and_stage_has_one_row_that_is_there_when_its_stage_ends(
     seen = []
     heard = []
 
-    def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def evaluate(number, arrays):
         seen.append(
             [(row["round"], row["stage"]) for row in stages_of(path)] if number else []
         )
@@ -117,7 +115,7 @@ def test_what_is_not_finite_is_null_in_a_row(tmp_path):
 
 
 def test_an_error_of_the_function_ends_the_run():
-    def full(number: int, metrics: dict[str, float]) -> None:
+    def full(number, metrics):
         raise OSError("no space left for the tracker")
 
     with pytest.raises(OSError, match="no space left"):
@@ -131,7 +129,7 @@ def test_a_resumed_run_goes_on_with_its_rows(tmp_path, warnings):
     kept = tmp_path / "checkpoints"
     heard = []
 
-    def play(rounds: int) -> None:
+    def play(rounds):
         strategy = FedRot(
             SYMMETRY,
             reporting=Reporting(path, lambda number, metrics: heard.append(number)),

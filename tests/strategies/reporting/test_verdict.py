@@ -6,7 +6,6 @@ import ast
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,11 +33,10 @@ from fedrot.strategies.reporting.verdict import figures as metrics_of
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import Checkpointing, Reporting
 from fedrot.symmetry.groups import Move, apply_moves
-from tests.models import HEADS, State, near
+from tests.models import HEADS, near
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import (
     ArrayRecord,
-    Client,
     failure,
     grid_of,
     reply,
@@ -48,12 +46,12 @@ TURNED = "heads are rotated relative to each other"
 
 
 def rows(
-    part: str,
-    *found: float,
-    chance: float | None = 0.061,
-    moved: int = 0,
-    of: float = 100.0,
-) -> list[GroupReport]:
+    part,
+    *found,
+    chance=0.061,
+    moved=0,
+    of=100.0,
+):
     """Return groups that are ``of`` away: the shares found, of which the first
     ``moved`` are removed.
     """
@@ -73,13 +71,13 @@ def rows(
     ]
 
 
-def report(*groups: GroupReport) -> AlignmentReport:
+def report(*groups):
     before = sum(group.before for group in groups)
     removed = sum(group.before - group.after for group in groups)
     return AlignmentReport(groups, before, before - removed, 0.1)
 
 
-def found(*reports: AlignmentReport, **about: Any) -> str:
+def found(*reports, **about):
     return verdict(reports, **{"accepted": len(reports), **about})
 
 
@@ -223,7 +221,7 @@ def test_the_verdict_on_other_bases_and_rounds_without_a_model(
 # ------------------------------------------------------------
 
 
-def figures(moved: int, dropped: int = 0) -> dict[str, float]:
+def figures(moved, dropped=0):
     return {FOUND: 0.1, CHANCE: 0.05, MOVED: moved, DROPPED: dropped}
 
 
@@ -270,7 +268,7 @@ def test_rounds_without_a_model_are_counted_if_few_verdicts_are_left():
     assert empty_rounds({1: OFF, 2: "verdict"}) == ""
 
 
-def turned(client: int) -> State:
+def turned(client):
     """Return a trained state whose first heads were turned, by another angle at every
     client.
     """
@@ -282,14 +280,14 @@ def turned(client: int) -> State:
 
 
 def lines_of(
-    caplog: pytest.LogCaptureFixture,
-    strategy: FedRot,
-    updates: list[State],
-    rounds: int,
-) -> list[str]:
+    caplog,
+    strategy,
+    updates,
+    rounds,
+):
     caplog.clear()
 
-    def client(index: int) -> Client:
+    def client(index):
         return lambda message: reply(message, updates[index], 10, index)
 
     clients = grid_of(map(client, range(len(updates))))

@@ -9,11 +9,9 @@ import resource
 import shutil
 import signal
 import struct
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,22 +24,26 @@ from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.values import UnknownValueError, decode, encode
 from fedrot.strategies.wire.arrays import to_arrays
 from tests.strategies.classifier import state
-from tests.strategies.resume.children import Mark, child
+from tests.strategies.resume.children import child
 from tests.strategies.resume.folders import result_of, round_of, run_state, save
 
 FILES = ("model.safetensors", "state.safetensors")
 LINES = "checkpoint-metrics.jsonl"
 
 
-def same(one: ArrayRecord, other: ArrayRecord) -> bool:
+def same(one, other):
     """Return whether two records are the same bytes under the same names in the same
     order.
     """
 
-    def parts(record: ArrayRecord) -> list[Any]:
+    def parts(record):
         return [(name, a.dtype, a.shape, a.stype, a.data) for name, a in record.items()]
 
     return parts(one) == parts(other)
+
+
+def newest_in(folder):
+    return round_of(Checkpointing(folder).newest())
 
 
 # Arrays
@@ -177,7 +179,7 @@ def test_the_metrics_of_a_round_are_written_once_and_only_added(tmp_path):
     folder = save(tmp_path, 4)
     assert (tmp_path / LINES).read_text() == "".join(growth[:4])
     shutil.rmtree(folder)
-    assert round_of(Checkpointing(tmp_path).newest()) == 3
+    assert newest_in(tmp_path) == 3
 
 
 # Values
@@ -213,7 +215,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool):
     MANY += [torch.arange(6).reshape(2, 3).to(dtype).T, torch.ones((), dtype=dtype)]
 
 
-def come_back(value: Any) -> Any:
+def come_back(value):
     arrays = {}
     coded = json.dumps(encode({"x": [value]}, "it", arrays), allow_nan=False)
     (result,) = decode(json.loads(coded), arrays)["x"]
@@ -263,7 +265,7 @@ def test_the_last_ones_stay(tmp_path):
         assert Checkpointing(tmp_path).rounds() == [
             n for n in (number - 1, number) if n
         ]
-        assert round_of(Checkpointing(tmp_path).newest()) == number
+        assert newest_in(tmp_path) == number
     names = [".lock", LINES, "round-000003", "round-000004"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
     assert sorted(p.name for p in (tmp_path / "round-000004").iterdir()) == sorted(
@@ -276,25 +278,25 @@ def test_none_kept_is_refused(tmp_path):
         Checkpointing(tmp_path, keep=0)
 
 
-def _truncated(path: Path) -> None:
+def _truncated(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def _flipped(path: Path) -> None:
+def _flipped(path):
     data = bytearray(path.read_bytes())
     data[-len(data) // 3] ^= 1
     path.write_bytes(data)
 
 
-def _emptied(path: Path) -> None:
+def _emptied(path):
     path.write_bytes(b"")
 
 
-def _of_round_two(path: Path) -> None:
+def _of_round_two(path):
     path.write_bytes((path.parents[1] / "round-000002" / path.name).read_bytes())
 
 
-def _linked(path: Path) -> None:
+def _linked(path):
     path.symlink_to(path.rename(path.with_name("elsewhere")))
 
 
@@ -336,11 +338,11 @@ def test_a_damaged_one_is_reported_and_the_one_before_it_used(
 ):
     for number in (1, 2, 3):
         save(tmp_path, number)
-    assert round_of(Checkpointing(tmp_path).newest()) == 3
+    assert newest_in(tmp_path) == 3
     assert warnings() == ""
     damage(tmp_path / name)
     if newest:
-        assert round_of(Checkpointing(tmp_path).newest()) == newest
+        assert newest_in(tmp_path) == newest
     else:
         with pytest.raises(FedrotError, match=f"no usable checkpoint in '{tmp_path}'"):
             Checkpointing(tmp_path).newest()
@@ -363,7 +365,7 @@ def test_a_damaged_one_is_written_anew_and_never_counts_as_kept(tmp_path):
         _truncated(tmp_path / f"round-{number:06d}" / "model.safetensors")
     for number in (5, 6):
         save(tmp_path, number, keep=1)
-        assert round_of(Checkpointing(tmp_path).newest()) == number
+        assert newest_in(tmp_path) == number
     assert Checkpointing(tmp_path).rounds() == [6]
 
 
@@ -379,19 +381,19 @@ def test_another_format_is_named(tmp_path, monkeypatch, warnings):
 # What lies in the folder beside checkpoints
 
 
-def _link(path: Path, target: Path) -> None:
+def _link(path, target):
     path.symlink_to(target)
 
 
-def _file(path: Path, target: Path) -> None:
+def _file(path, target):
     path.write_text("mine")
 
 
-def _folder(path: Path, target: Path) -> None:
+def _folder(path, target):
     path.mkdir()
 
 
-def _pipe(path: Path, target: Path) -> None:
+def _pipe(path, target):
     os.mkfifo(path)
 
 
@@ -426,7 +428,7 @@ def test_something_else_under_a_name_of_ours_is_an_error_at_the_start_and_stays(
     assert (tmp_path / "folder" / "inside").read_text() == "precious"
     assert not (tmp_path / "missing").exists()
     (folder / name).lstat()
-    assert round_of(Checkpointing(folder).newest()) == 1
+    assert newest_in(folder) == 1
 
 
 def test_other_names_are_left_alone(tmp_path):
@@ -447,14 +449,14 @@ def test_a_link_in_place_of_the_metrics_is_replaced_and_not_followed(
     (tmp_path / LINES).symlink_to(tmp_path / "precious")
     save(tmp_path, 1)
     assert (tmp_path / "precious").read_text() == "precious"
-    assert round_of(Checkpointing(tmp_path).newest()) == 1
+    assert newest_in(tmp_path) == 1
 
 
 # Two writers
 
 
 def test_two_processes_cannot_write_to_one_folder(tmp_path):
-    def locks(mark: Mark) -> None:
+    def locks(mark):
         try:
             with Checkpointing(tmp_path).writing():
                 mark("locked")
@@ -472,7 +474,7 @@ def test_two_processes_cannot_write_to_one_folder(tmp_path):
 
 
 @contextmanager
-def full_after(size: int) -> Iterator[None]:
+def full_after(size):
     """Let no file of this process grow beyond a size: writes fail midway, as on a full
     disk.
     """
@@ -511,7 +513,7 @@ def test_a_disk_that_is_full_from_the_start_is_an_error(tmp_path):
 def test_a_folder_that_cannot_be_read_is_an_error(monkeypatch, tmp_path):
     save(tmp_path, 1)
 
-    def refused(path: Path) -> Any:
+    def refused(path):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "iterdir", refused)
@@ -526,7 +528,7 @@ def test_a_write_that_fails_ends_the_run_and_leaves_the_others_whole(
     """An operation of the file system fails, or the disk is full."""
     save(tmp_path, 1)
 
-    def fails(*args: Any, **kwargs: Any) -> None:
+    def fails(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
     with Checkpointing(tmp_path).writing(), monkeypatch.context() as patch:
@@ -537,9 +539,9 @@ def test_a_write_that_fails_ends_the_run_and_leaves_the_others_whole(
             Checkpointing(tmp_path).save(2, result_of(2), run_state())
     names = [".lock", LINES, "round-000001"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
-    assert round_of(Checkpointing(tmp_path).newest()) == 1
+    assert newest_in(tmp_path) == 1
     save(tmp_path, 2)
-    assert round_of(Checkpointing(tmp_path).newest()) == 2
+    assert newest_in(tmp_path) == 2
 
 
 @pytest.fixture
@@ -550,17 +552,17 @@ def operations(tmp_path, monkeypatch):
     done = []
     fsync = os.fsync
 
-    def note(what: str, path: Any) -> None:
+    def note(what, path):
         path = Path(path)
         if path.is_relative_to(tmp_path) and (what != "remove" or path.exists()):
             done.append((what, str(path.relative_to(tmp_path))))
 
-    def noted_fsync(descriptor: int) -> None:
+    def noted_fsync(descriptor):
         note("sync", os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    def noted(what: str, operation: Callable[..., Any], place: int) -> Any:
-        def call(*paths: Any, **kwargs: Any) -> None:
+    def noted(what, operation, place):
+        def call(*paths, **kwargs):
             note(what, paths[place])
             operation(*paths, **kwargs)
 

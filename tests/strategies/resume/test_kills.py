@@ -7,15 +7,12 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fedrot.strategies.resume.checkpoints import Checkpointing
-from tests.strategies.resume.children import ROUNDS, Mark, child, play
+from tests.strategies.resume.children import ROUNDS, child, play
 from tests.strategies.resume.folders import result_of, round_of, run_state, save
 
 
@@ -66,14 +63,14 @@ def test_a_killed_run_ends_as_one_that_nobody_kills(tmp_path, undisturbed, kills
     assert not [*(tmp_path / "checkpoints").glob(".round*")]
 
 
-def die(folder: Path, at: int, mark: Mark) -> None:
+def die(folder, at, mark):
     """Save two more rounds, and die just before the file operation of this number, if
     there is one.
     """
     done = 0
 
-    def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def counted(operation):
+        def call(*args, **kwargs):
             nonlocal done
             done += 1
             if done > at:

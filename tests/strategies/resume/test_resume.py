@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideAdaptiveClipping as ClippingAtClients,
 )
@@ -31,8 +28,6 @@ from flwr.serverapp.strategy import (
     FedYogi,
     Krum,
     QFedAvg,
-    Result,
-    Strategy,
 )
 
 from fedrot.errors import FedrotError
@@ -48,7 +43,6 @@ from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Reporting
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import (
-    Client,
     FakeGrid,
     failure,
     grid_of,
@@ -67,9 +61,7 @@ SMALL = {"weight": torch.linspace(-1, 1, 12).reshape(3, 4), "bias": torch.zeros(
 GLOBAL = AlignmentOptions(anchor="global")
 
 
-def _private(
-    wrapper: Any, inside: type[FedAvg] = FedAvg, *first: Any, **more: Any
-) -> Strategy:
+def _private(wrapper, inside=FedAvg, *first, **more):
     return wrapper(*first, inside(**COMMON), **NOISE, **more)
 
 
@@ -96,13 +88,13 @@ STRATEGIES = {
 }
 
 
-def grid(fails: Callable[[int, int], bool] = lambda number, index: False) -> FakeGrid:
+def grid(fails=lambda number, index: False):
     """Return the clients, which fail in the rounds that a function of round and client
     names.
     """
 
-    def client_of(index: int) -> Client:
-        def answer(message: Message) -> Message | None:
+    def client_of(index):
+        def answer(message):
             number = round_of(message)
             return (failure if fails(number, index) else client(index))(message)
 
@@ -111,20 +103,20 @@ def grid(fails: Callable[[int, int], bool] = lambda number, index: False) -> Fak
     return grid_of(map(client_of, range(CLIENTS)))
 
 
-def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord | None:
+def evaluate(number, arrays):
     """Return metrics that use up random numbers; in some rounds none."""
     return evaluated(number, arrays) if number != 2 else None
 
 
 def play(
-    strategy: Strategy,
-    folder: Path | None = None,
-    rounds: int = ROUNDS,
-    tensors: dict[str, torch.Tensor] = SMALL,
-    seed: int = 0,
-    clients: FakeGrid | None = None,
-    **settings: Any,
-) -> Result:
+    strategy,
+    folder=None,
+    rounds=ROUNDS,
+    tensors=SMALL,
+    seed=0,
+    clients=None,
+    **settings,
+):
     """Run a strategy on the deterministic clients, with checkpoints if in a folder."""
     for seeded in (random.seed, np.random.seed, torch.manual_seed):
         seeded(seed)
@@ -141,39 +133,39 @@ def play(
 class Recorded(FedAvg):
     """FedAvg that writes down how it is called, and what it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(**COMMON)
-        self.calls: list[tuple[Any, ...]] = []
+        self.calls = []
 
-    def _asked(self, hook: str, number: int, *given: Any) -> Any:
+    def _asked(self, hook, number, *given):
         arrays, config, _ = given
         self.calls.append((hook, number, arrays.object_id, dict(config)))
         return getattr(super(), hook)(number, *given)
 
-    def _answered(self, hook: str, number: int, replies: Iterable[Message]) -> Any:
+    def _answered(self, hook, number, replies):
         replies = list(replies)
         nodes = [reply.metadata.src_node_id for reply in replies]
         self.calls.append((hook, number, nodes))
         return getattr(super(), hook)(number, replies)
 
-    def summary(self) -> None:
+    def summary(self):
         self.calls.append(("summary",))
 
-    def configure_train(self, *given: Any) -> Iterable[Message]:
+    def configure_train(self, *given):
         return self._asked("configure_train", *given)
 
-    def aggregate_train(self, *given: Any) -> Any:
+    def aggregate_train(self, *given):
         result = self._answered("aggregate_train", *given)
         return result if given[0] != 2 else (None, None)
 
-    def configure_evaluate(self, *given: Any) -> Iterable[Message]:
+    def configure_evaluate(self, *given):
         return self._asked("configure_evaluate", *given)
 
-    def aggregate_evaluate(self, *given: Any) -> Any:
+    def aggregate_evaluate(self, *given):
         result = self._answered("aggregate_evaluate", *given)
         return result if given[0] != 3 else None
 
-    def evaluation(self, number: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def evaluation(self, number, arrays):
         """Stand in for the function that evaluates at the server."""
         self.calls.append(("evaluation", number, arrays.object_id))
         return evaluate(number, arrays)
@@ -182,9 +174,9 @@ class Recorded(FedAvg):
 class TimedGrid(FakeGrid):
     """Writes down the timeouts that it is given."""
 
-    timeouts: tuple[float | None, ...] = ()
+    timeouts = ()
 
-    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+    def send_and_receive(self, messages, *, timeout=None):
         self.timeouts += (timeout,)
         return super().send_and_receive(messages, timeout=timeout)
 
@@ -223,7 +215,7 @@ class Calibrated(FedAvg):
 
     scale = 0.0
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+    def aggregate_train(self, server_round, replies):
         if server_round == 1:
             self.scale = 0.5
         arrays, metrics = super().aggregate_train(server_round, replies)
@@ -292,7 +284,7 @@ def test_clients_keep_their_names_when_a_run_goes_on_and_lose_them_in_a_new_one(
     rows = tmp_path / "rows.jsonl"
     settings = {"fraction_evaluate": 0.0, "reporting": Reporting(rows=rows)}
 
-    def failed(strategy: FedRot, fails_in: int, rounds: int) -> list[int]:
+    def failed(strategy, fails_in, rounds):
         clients = grid(lambda number, index: number == fails_in and index != 1)
         strategy.start(clients, ArrayRecord(state()), rounds)
         return sorted({row["client"] for row in read_rows(rows) if "failed" in row})
@@ -311,9 +303,7 @@ class Decaying(FedAvg):
     does.
     """
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: Any, grid: Any
-    ) -> Iterable[Message]:
+    def configure_train(self, server_round, arrays, config, grid):
         config["lr"] /= 2
         return super().configure_train(server_round, arrays, config, grid)
 
@@ -329,20 +319,20 @@ def test_what_a_strategy_changes_in_the_configuration_goes_on(tmp_path):
 class Accountant:
     """Counts, and has its state in Flower's way."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self):
         return {"count": self.count}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.count = state["count"]
 
 
 class Stateful(FedAvg):
     """State of every kind that checkpoints know, and of some that they do not."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.accountant = Accountant()
@@ -351,14 +341,14 @@ class Stateful(FedAvg):
         self.torch_generator = torch.Generator().manual_seed(5)
         self.legacy = np.random.RandomState(5)
         self.layer = torch.nn.Linear(2, 2)
-        self.nodes: dict[int, list[float]] = {}
-        self.best: torch.Tensor | None = None
+        self.nodes = {}
+        self.best = None
         self.rate = 1.0
         self.private = 0
         self.scale = 0.5
-        self.history: list[object] = []
+        self.history = []
 
-    def drawn(self) -> list[float]:
+    def drawn(self):
         return [
             float(self.generator.normal()),
             self.others.random(),
@@ -366,7 +356,7 @@ class Stateful(FedAvg):
             float(self.legacy.normal()),
         ]
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+    def aggregate_train(self, server_round, replies):
         self.accountant.count += 1
         self.private += 1
         self.rate *= 0.9
@@ -375,13 +365,13 @@ class Stateful(FedAvg):
         self.layer.weight.data.add_(1)
         return super().aggregate_train(server_round, replies)
 
-    def state(self) -> dict[str, Any]:
+    def state(self):
         return {name: value for name, value in vars(self).items() if name != "private"}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state):
         vars(self).update(state)
 
-    def seen(self) -> list[Any]:
+    def seen(self):
         """Return all of it, and what the generators draw next."""
         assert self.best is not None
         tensors = [self.best.tolist(), self.layer.weight.tolist()]
@@ -405,15 +395,15 @@ def test_state_of_every_kind_goes_on(tmp_path, warnings):
 
 def test_state_that_cannot_be_saved_is_named_once(tmp_path, warnings):
     class Odd(FedAvg):
-        ours: object = None
+        ours = None
 
-        def __init__(self, **settings: Any) -> None:
+        def __init__(self, **settings):
             super().__init__(**settings)
             self.seen_nodes = Counter[int]()
             self.server = SimpleNamespace(momentum=0.0)
             self.fixed = SimpleNamespace(rate=0.5)
 
-        def configure_train(self, *given: Any) -> Iterable[Message]:
+        def configure_train(self, *given):
             self.ours = object()
             self.seen_nodes[3] += 1
             self.mixed = {"array": np.zeros(3), "other": object()}
@@ -478,9 +468,9 @@ def test_another_model_or_strategy_is_refused(tmp_path, before, strategy, model,
 class Told(FedAvg):
     """Writes down after which round it goes on."""
 
-    after: int | None = -1
+    after = -1
 
-    def begin(self, after_round: int | None) -> None:
+    def begin(self, after_round):
         self.after = after_round
 
 
@@ -513,12 +503,12 @@ def test_a_checkpoint_has_what_outlives_a_round_and_attributes_of_a_subclass(
     tmp_path, warnings
 ):
     class Own(FedRot):
-        def state(self) -> dict[str, Any]:
+        def state(self):
             inherited = super().state()
             inherited.pop("mine", None)
             return inherited
 
-        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+        def aggregate_train(self, server_round, replies):
             self.mine = [server_round]
             self.ours = {"seen": server_round}
             return super().aggregate_train(server_round, replies)

@@ -6,31 +6,28 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedAdam,
     FedAvg,
     FedAvgM,
 )
-from torch import Tensor
 
 import fedrot
-from fedrot.aggregation import Aggregator, Fisher, Mean, RegMean, registry
+from fedrot.aggregation import Fisher, Mean, RegMean, registry
 from fedrot.collect import statistics as kinds
 from fedrot.collect.statistics import TRAINED
 from fedrot.simulations.run_folder import read_rows
 from fedrot.strategies import FedRot, OtherBasis, Reporting, wanted_statistics
-from tests.models import EAGER, State, config_of, near
+from tests.models import EAGER, config_of, near
 from tests.strategies.aggregating import (
     ANCHOR,
     DOWN,
@@ -75,7 +72,7 @@ PAGE = Path(__file__).parents[3] / "docs/how-to/own-model.md"
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
 
 
-def bare(clients: Iterable[Client]) -> list[Client]:
+def bare(clients):
     return [replace(client, statistics={}) for client in clients]
 
 
@@ -83,7 +80,7 @@ def bare(clients: Iterable[Client]) -> list[Client]:
 # ----------------------------------------------------------------------------------
 
 
-def of_conv1d() -> list[Client]:
+def of_conv1d():
     """GPT-2 reads its inputs with the weights' first axis: all of its matrices are
     ``gram_conv1d``.
     """
@@ -216,10 +213,10 @@ def test_the_report_tells_who_was_dropped_and_what_was_noted(tmp_path):
 class EveryOther(FedRot):
     """A strategy of a user's own that uses statistics in odd rounds only."""
 
-    def needs(self, server_round: int) -> tuple[str, ...]:
+    def needs(self, server_round):
         return super().needs(server_round) if server_round % 2 else ()
 
-    def aggregator(self, server_round: int) -> Callable[[], Aggregator] | None:
+    def aggregator(self, server_round):
         return super().aggregator(server_round) if server_round % 2 else Mean
 
 
@@ -227,8 +224,8 @@ def test_clients_read_round_by_round_what_a_subclass_asks_for():
     """The configuration of all rounds is one and the same record."""
     asked = [[], [], []]
 
-    def client(index: int) -> Callable[[Message], Message]:
-        def train(message: Message) -> Message:
+    def client(index):
+        def train(message):
             asked[index].append(wanted_statistics(message))
             sent = honest() if asked[index][-1] else bare(honest())
             return answer(message, sent[index], index)
@@ -257,9 +254,9 @@ def test_without_needs_nothing_is_asked_for(aggregation):
 class Inspecting(FedAvg):
     """Notes the records of the replies that reach it."""
 
-    seen: tuple[set[str], ...] = ()
+    seen = ()
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+    def aggregate_train(self, server_round, replies):
         given = list(replies)
         self.seen = tuple(set(message.content) for message in given)
         return super().aggregate_train(server_round, given)
@@ -292,7 +289,7 @@ def test_statistics_never_reach_the_strategy_behind_and_who_uses_none_says_so(
 class Choosy(Mean):
     """Refuses whatever weighs 10."""
 
-    def add(self, update: Any, weight: float, statistics: Any = None) -> None:
+    def add(self, update, weight, statistics=None):
         if weight == 10:
             raise fedrot.UpdateError("I do not like it.")
         super().add(update, weight, statistics)
@@ -321,7 +318,7 @@ def test_what_an_aggregation_of_ones_own_refuses_is_in_no_figure_and_no_anchor(
 class Picky(Mean):
     """Takes no update at all."""
 
-    def add(self, *args: Any, **kwargs: Any) -> None:
+    def add(self, *args, **kwargs):
         raise fedrot.UpdateError("I do not like it.")
 
 
@@ -340,7 +337,7 @@ class Broken(Mean):
 
     sentence = "this average is exact"
 
-    def result(self) -> dict[str, Tensor]:
+    def result(self):
         found = super().result()
         return {
             **found,
@@ -351,7 +348,7 @@ class Broken(Mean):
 class Exploding(FedAvg):
     """Makes a model that is none."""
 
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+    def aggregate_train(self, server_round, replies):
         arrays, metrics = super().aggregate_train(server_round, replies)
         return ArrayRecord(
             {n: t * torch.nan for n, t in tensors_of(arrays).items()}
@@ -397,7 +394,7 @@ def test_a_server_step_that_overflows_fails_one_round_and_not_the_next_ones(
         name: t.half() if t.is_floating_point() else t for name, t in state().items()
     }
 
-    def client(message: Message) -> Message:
+    def client(message):
         number = round_of(message)
         sent = model_in(message)
         if number == 2:
@@ -490,7 +487,7 @@ def test_the_aggregation_and_the_statistic_of_the_page_work_in_rounds(
     page = {"__name__": "page"}
     exec(compile(kind + aggregation, "aggregation.md", "exec"), page)
 
-    def collect(tensors: State, seed: int) -> Any:
+    def collect(tensors, seed):
         return page["collect"](loaded(tensors), batches(seed))
 
     clients = [

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import pytest
 import torch
-from flwr.app import Array
 
 import fedrot
 from fedrot import tensors
@@ -27,7 +25,7 @@ def checked(monkeypatch):
     original = tensors.check_update
     calls = []
 
-    def noting(update: Any, shapes: Any) -> None:
+    def noting(update, shapes):
         calls.append(update)
         original(update, shapes)
 
@@ -57,7 +55,7 @@ def test_names_and_shapes_are_checked_before_any_array_is_decoded(
     decoded = []
     original = arrays.decode
 
-    def noting(name: str, array: Array, *of: Any) -> torch.Tensor:
+    def noting(name, array, *of):
         decoded.append(name)
         return original(name, array, *of)
 
@@ -83,7 +81,7 @@ class Structural:
 
     needs = ()
 
-    def add(self, update: Any, weight: float, statistics: Any = None) -> None:
+    def add(self, update, weight, statistics=None):
         """Add nothing."""
 
 

@@ -4,8 +4,6 @@ the mean.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
@@ -17,12 +15,10 @@ from fedrot.alignment.learning import LearningOptions
 from fedrot.strategies import FedRot, Matching, OtherBasis, match_at_client
 from fedrot.strategies.client.moves import ANCHOR, ELEMENTS, UPDATE
 from fedrot.strategies.wire.arrays import to_arrays
-from fedrot.symmetry import Group
 from fedrot.symmetry.groups import Move, apply_moves
-from tests.models import State, near
 from tests.models import largest_difference as difference
+from tests.models import near
 from tests.strategies.fakes import (
-    Client,
     aggregated,
     broadcast,
     failure,
@@ -38,9 +34,7 @@ PASSES = OtherBasis(
 DEFAULT = LearningOptions()
 
 
-def node(
-    seed: int, asked: list[Message] | None = None, learning: Any = DEFAULT
-) -> Client:
+def node(seed, asked=None, learning=DEFAULT):
     """Return a client that learns on its own rows, and notes what it is asked."""
     app = ClientApp()
     match_at_client(
@@ -48,7 +42,7 @@ def node(
     )
     context = Context(1, 1, {}, RecordDict(), {})
 
-    def answer(message: Message) -> Message:
+    def answer(message):
         if asked is not None:
             asked.append(message)
         return app(message, context)
@@ -59,21 +53,25 @@ def node(
 class Noting(Mean):
     """Keeps the updates that it receives."""
 
-    kept: list[State] = []  # noqa: RUF012
+    kept = []  # noqa: RUF012
 
-    def add(self, update: Any, weight: float, statistics: Any = None) -> None:
+    def add(self, update, weight, statistics=None):
         self.kept.append(dict(update))
         super().add(update, weight, statistics)
 
 
-def merged_by(strategy: FedRot, sent: list[State], nodes: list[Client]) -> list[State]:
+def merged_by(strategy, sent, nodes):
     """Play a round, and return the moved updates that its aggregation received."""
     Noting.kept.clear()
     aggregated(strategy, trained(0), sent, nodes=nodes)
     return [*Noting.kept]
 
 
-def random_rotations(*seeds: int) -> tuple[list[Group], list[dict[str, torch.Tensor]]]:
+def of_three():
+    return [trained(seed) for seed in (1, 2, 3)]
+
+
+def random_rotations(*seeds):
     """Return the groups of rotations, and for each seed an element of each of them."""
     groups = [
         g
@@ -87,7 +85,7 @@ def random_rotations(*seeds: int) -> tuple[list[Group], list[dict[str, torch.Ten
 
 
 def test_learning_together_lowers_the_loss_of_the_mean():
-    sent = [trained(seed) for seed in (1, 2, 3)]
+    sent = of_three()
     nodes = [node(seed, learning=LearningOptions(steps=15)) for seed in (1, 2, 3)]
     losses = {}
     for passes in (0, 2):
@@ -100,7 +98,7 @@ def test_learning_together_lowers_the_loss_of_the_mean():
 
 
 def test_every_client_receives_its_own_model_and_the_mean_of_the_others():
-    sent = [trained(seed) for seed in (1, 2, 3)]
+    sent = of_three()
     asked = []
     # Without steps nobody moves: the second pass asks what the first has asked.
     nodes = [node(seed, asked, LearningOptions(steps=0)) for seed in (1, 2, 3)]
@@ -133,10 +131,10 @@ def test_clients_learn_the_stream_where_it_is_rotated_and_updates_keep_their_fun
     """A stream that is permuted stays in its order."""
     found = set()
 
-    def noting(seed: int) -> Client:
+    def noting(seed):
         learns = node(seed)
 
-        def answer(message: Message) -> Message:
+        def answer(message):
             answered = learns(message)
             assert answered is not None
             found.update(answered.content.array_records[ELEMENTS])
@@ -163,7 +161,7 @@ def test_clients_learn_the_stream_where_it_is_rotated_and_updates_keep_their_fun
 
 
 def test_clients_that_fail_keep_their_alignment(warnings):
-    sent = [trained(seed) for seed in (1, 2, 3)]
+    sent = of_three()
     result, _ = aggregated(FedRot(CONFIG, other_basis=PASSES), trained(0), sent)
     matched = OtherBasis(options=PASSES.options)
     expected, _ = aggregated(FedRot(CONFIG, other_basis=matched), trained(0), sent)
@@ -194,13 +192,13 @@ def test_an_answer_in_float32_ends_no_round():
         name: element.float() for name, element in random_rotations(0)[1][0].items()
     }
 
-    def answer(message: Message) -> Message:
+    def answer(message):
         return Message(RecordDict({ELEMENTS: to_arrays(elements)}), reply_to=message)
 
     others = OtherBasis(
         options=fedrot.AlignmentOptions(("residual", "attention")), learning_passes=1
     )
-    sent = [trained(seed) for seed in (1, 2, 3)]
+    sent = of_three()
     result, metrics = aggregated(
         FedRot(CONFIG, other_basis=others), trained(0), sent, nodes=[answer] * 3
     )
@@ -215,7 +213,7 @@ def test_an_answer_of_the_second_pass_comes_after_that_of_the_first():
     groups, passes = random_rotations(0, 1)
     asked = []
 
-    def answer(message: Message) -> Message:
+    def answer(message):
         asked.append(message)
         return Message(
             RecordDict({ELEMENTS: to_arrays(passes[len(asked) - 1])}), reply_to=message
@@ -235,7 +233,7 @@ def test_a_client_that_is_nearly_all_of_the_mean_is_not_asked_to_learn():
     """The mean of the others would be the rounding of the whole one."""
     asked = []
 
-    def noting(message: Message) -> Message:
+    def noting(message):
         asked.append(message)
         return failure(message)
 

@@ -5,12 +5,10 @@ one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import MetricRecord
 from flwr.serverapp.strategy import FedAdam, FedMedian
 
 import fedrot
@@ -35,11 +33,11 @@ from tests.strategies.fakes import tensors_of
 CUDA = Server(device="cuda")
 
 
-def behind(strategy: Any) -> Callable[..., Any]:
+def behind(strategy):
     return lambda **given: type("Behind", (Aligned, strategy), {})(SYMMETRY, **given)
 
 
-def fedrot_with(**fixed: Any) -> Callable[..., Any]:
+def fedrot_with(**fixed):
     return lambda **given: FedRot(SYMMETRY, **fixed, **given)
 
 
@@ -48,7 +46,7 @@ CALLS = itertools.count()
 LEFT = []
 
 
-def growing(number: int, arrays: ArrayRecord) -> MetricRecord:
+def growing(number, arrays):
     """Return a larger number for the aligned mean, which is evaluated after the plain
     one.
     """
@@ -69,7 +67,7 @@ SETUPS = {
 }
 
 
-def _both(build_one: Callable[..., Any], clients: Sequence[Client]) -> tuple[Any, Any]:
+def _both(build_one, clients):
     """Return what a round gives on the CPU and on the device, and note what it leaves
     there.
     """
@@ -81,7 +79,7 @@ def _both(build_one: Callable[..., Any], clients: Sequence[Client]) -> tuple[Any
     return wanted, found
 
 
-def _bare() -> list[Client]:
+def _bare():
     return [replace(client, statistics={}) for client in scrambled(honest())]
 
 

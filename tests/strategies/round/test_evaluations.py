@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
@@ -13,23 +11,19 @@ from fedrot.strategies import FedRot
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import failure, grid_of
 
-Client = Callable[[Message], Message]
 
-
-def evaluation(**metrics: Any) -> Client:
+def evaluation(**metrics):
     content = RecordDict({"metrics": MetricRecord(metrics)})
     return lambda message: Message(content, reply_to=message)
 
 
-def without_content(to: Message) -> Message:
+def without_content(to):
     message = evaluation(rows=1, loss=9.0)(to)
     message.__dict__["_content"] = None
     return message
 
 
-def evaluated(
-    strategy: Any, answers: Sequence[Client], again: Sequence[Client] = ()
-) -> Any:
+def evaluated(strategy, answers, again=()):
     """Return the average of the answers; the first client answers again at the end."""
     grid = grid_of([failure] * len(answers))
     arrays = ArrayRecord(state())

@@ -6,19 +6,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import pytest
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping,
     FedAdam,
     FedAvg,
     FedAvgM,
     FedMedian,
-    Result,
 )
 
 import fedrot
@@ -38,7 +35,6 @@ from tests.strategies.aggregating import (
 )
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import (
-    FakeGrid,
     grid_of,
     in_front_of,
     model_in,
@@ -53,16 +49,15 @@ UNMOVED = fedrot.AlignmentOptions(chance=1e12)
 GLOBAL = fedrot.AlignmentOptions(anchor="global")
 BOTH = pytest.mark.parametrize("better", ["plain", "aligned"])
 KEPT = "fedrot-guard-kept-aligned"
-Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 AlignedAdam = in_front_of(FedAdam)
 
 
-def scrambling(index: int) -> Callable[[Message], Message]:
+def scrambling(index):
     """Return a client that trains a little, and answers in coordinates of its own."""
 
-    def trained(message: Message) -> Message:
+    def trained(message):
         number = round_of(message)
         received = model_in(message)
         update = near(received, 0.05, 10 * number + index)
@@ -79,33 +74,33 @@ class Points:
     Without a guard's two calls per round it returns points of the ordinary evaluation.
     """
 
-    def __init__(self, metric: str, plain: float, aligned: float) -> None:
+    def __init__(self, metric, plain, aligned):
         self.metric = metric
         self.values = (plain, aligned)
-        self.calls: list[int] = []
+        self.calls = []
 
-    def __call__(self, number: int, arrays: ArrayRecord) -> MetricRecord:
+    def __call__(self, number, arrays):
         seen = self.calls.count(number)
         self.calls.append(number)
         return MetricRecord({self.metric: self.values[seen] if seen < 2 else 0.5})
 
 
-def points(better: str) -> Points:
+def points(better):
     """Return an evaluation whose accuracy is higher for one of the means."""
     return Points("accuracy", *((0.75, 0.5) if better == "plain" else (0.5, 0.75)))
 
 
-def new_grid() -> FakeGrid:
+def new_grid():
     return grid_of(map(scrambling, range(CLIENTS)))
 
 
 def run(
-    build: Callable[..., FedAvg] = FedRot,
-    evaluate: Evaluate | None = None,
-    rounds: int = ROUNDS,
-    grid: FakeGrid | None = None,
-    **given: Any,
-) -> Result:
+    build=FedRot,
+    evaluate=None,
+    rounds=ROUNDS,
+    grid=None,
+    **given,
+):
     """Play rounds in the order of the clients' ids."""
     given.setdefault("server", Server(deterministic=True))
     strategy = build(SYMMETRY, fraction_evaluate=0.0, **given)
@@ -114,18 +109,16 @@ def run(
     )
 
 
-def bits(result: Result) -> list[tuple[str, bytes]]:
+def bits(result):
     return [(name, array.data) for name, array in result.arrays.items()]
 
 
-def kept(result: Result) -> list[Any]:
+def kept(result):
     return [metrics[KEPT] for metrics in result.train_metrics_clientapp.values()]
 
 
 @cache
-def unguarded(
-    better: str, build: Callable[..., FedAvg] = FedRot, **given: Any
-) -> Result:
+def unguarded(better, build=FedRot, **given):
     if better == "plain":
         given["alignment"] = UNMOVED
     return run(build, **given)
@@ -205,7 +198,7 @@ def test_a_guard_may_evaluate_on_data_of_its_own():
 def test_what_is_evaluated_are_the_two_means():
     seen = []
 
-    def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
+    def evaluate(number, arrays):
         seen.append(arrays)
         return MetricRecord({"loss": float(len(seen))})
 
@@ -323,7 +316,7 @@ def test_an_aggregation_is_compared_with_the_plain_mean_without_alignment_too(
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, after):
     """The aligned mean is the better one in odd rounds."""
 
-    def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
+    def evaluate(number, arrays):
         calls.append(number)
         return MetricRecord(
             {"loss": float(-calls.count(number) if number % 2 else calls.count(number))}
@@ -364,7 +357,7 @@ def test_a_name_says_what_is_better_however_it_is_written(metric, higher):
     assert Guard(metric).higher_is_better is higher
 
 
-def private(symmetry: Any, fraction_evaluate: float, **given: Any) -> Any:
+def private(symmetry, fraction_evaluate, **given):
     settings = {
         "noise_multiplier": 0.1,
         "clipping_norm": 1.0,
@@ -374,14 +367,14 @@ def private(symmetry: Any, fraction_evaluate: float, **given: Any) -> Any:
     return strategy(symmetry, FedAvg(), **settings, alignment=GLOBAL, **given)
 
 
-def without_start(grid: FakeGrid) -> Any:
+def without_start(grid):
     return play(
         FedRot(SYMMETRY, guard="accuracy"),
         [type(c)(c.update, 1.0, {}) for c in scrambled(honest())],
     )
 
 
-def returning(metrics: MetricRecord | None) -> Callable[[FakeGrid], Any]:
+def returning(metrics):
     return lambda grid: run(
         evaluate=lambda n, _: metrics if n else None, grid=grid, guard="loss"
     )

@@ -4,9 +4,6 @@ resources.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 import torch
 from flwr.app import (
@@ -27,13 +24,11 @@ import fedrot
 from fedrot.aggregation import Mean, RegMean
 from fedrot.errors import SymmetryError
 from fedrot.matching import descent
-from fedrot.matching.problem import Match, Problem
 from fedrot.simulations.run_folder import read_rows
 from fedrot.strategies import FedRot, OtherBasis, Reporting
 from fedrot.strategies.wire.arrays import encode
-from fedrot.symmetry import Group
 from fedrot.tensors import LARGEST_NORM, check_finite
-from tests.models import State, near
+from tests.models import near
 from tests.strategies.classifier import SYMMETRY, WHOLE, build, permuted, state
 from tests.strategies.fakes import (
     aggregated,
@@ -95,7 +90,7 @@ def test_the_heaviest_model_of_another_basis_is_the_anchor_if_it_can_be():
     assert metrics["fedrot-replies-accepted"] == 3
 
 
-def build_anew(seed: int) -> State:
+def build_anew(seed):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return near(dict(build().state_dict()), 0.05, seed)
@@ -124,11 +119,11 @@ GPT2 = GPT2Config(
 )
 
 
-def build_gpt2() -> GPT2LMHeadModel:
+def build_gpt2():
     return GPT2LMHeadModel(GPT2)
 
 
-def gpt2_clients(scale: float) -> tuple[State, list[State]]:
+def gpt2_clients(scale):
     with torch.random.fork_rng():
         torch.manual_seed(1)
         start = {name: t.clone() for name, t in build_gpt2().state_dict().items()}
@@ -140,7 +135,7 @@ def gpt2_clients(scale: float) -> tuple[State, list[State]]:
     ]
 
 
-def overflows_when_folded(update: State) -> State:
+def overflows_when_folded(update):
     """Return an update that is finite, while a gain in front of its output table takes
     that too far.
     """
@@ -150,7 +145,7 @@ def overflows_when_folded(update: State) -> State:
     return hostile
 
 
-def gpt2(strategy: type = FedRot, **settings: Any) -> Callable[[], Any]:
+def gpt2(strategy=FedRot, **settings):
     return lambda: strategy(GPT2, other_basis=OtherBasis(build_gpt2), **settings)
 
 
@@ -235,7 +230,7 @@ def test_whatever_fails_drops_the_update_that_causes_it_and_not_the_round(
     """Where matching fails for the anchor's sake, nobody is to blame."""
     solve = descent.match_stage
 
-    def match(groups: Sequence[Group], problem: Problem) -> list[Match]:
+    def match(groups, problem):
         side = problem.anchor.tensors if at_anchor else problem.client
         if float(side[MARKED][0, 0]) >= MARK / 4:
             raise RuntimeError("no algorithm for this")
@@ -260,7 +255,7 @@ def test_what_no_client_can_cause_ends_the_round(
 ):
     for error in (SymmetryError("no solver"), MemoryError()):
 
-        def match(*problem: object, error: Exception = error) -> list[Match]:
+        def match(*problem, error=error):
             raise error
 
         monkeypatch.setattr(descent, "match_stage", match)
@@ -273,7 +268,7 @@ FORGED = "first\n\x1b[31msecond " * 50_000
 
 @pytest.mark.parametrize("fault", ["error", "name"])
 def test_an_answer_to_a_request_for_matching_is_one_line(fault, caplog):
-    def answer(message: Message) -> Message:
+    def answer(message):
         if fault == "error":
             return Message(Error(1, FORGED), reply_to=message)
         elements = ArrayRecord({FORGED: encode("x", torch.eye(3))})

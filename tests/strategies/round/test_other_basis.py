@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import BertForSequenceClassification
 
 import fedrot
@@ -18,7 +15,6 @@ from fedrot.strategies.client.moves import OTHER_BASIS_OPTIONS
 from tests.models import (
     BARE,
     EAGER,
-    State,
     config_of,
     near,
     squared_distance,
@@ -48,15 +44,13 @@ GLOBAL, RUNNING = (
 BY_WEIGHTS = OtherBasis(options=WHOLE)
 BY_PROBES = OtherBasis(build)
 
-Sent = Sequence[tuple[State, float]]
 
-
-def play(strategy: FedRot, base: State, sent: Sent) -> Any:
+def play(strategy, base, sent):
     updates, weights = zip(*sent, strict=True)
     return aggregated(strategy, base, updates, weights)
 
 
-def mean(sent: Iterable[tuple[Mapping[str, Tensor], float]]) -> State:
+def mean(sent):
     total = Mean()
     for update, weight in sent:
         total.add(update, weight)
@@ -155,7 +149,7 @@ def test_a_late_joiner_comes_into_the_broadcast_coordinates(
 class Peeking(BertForSequenceClassification):
     """A head that looks at hidden units by their number."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         out = super().forward(*args, output_hidden_states=True, **kwargs)
         out.logits = out.logits + out.hidden_states[-1][:, 0, :3]
         return out
@@ -195,7 +189,7 @@ def test_the_model_is_built_in_the_first_round_without_the_callers_random_number
     """Once to see what the model is, and in two copies to probe it."""
     drawn = []
 
-    def initialised() -> nn.Module:
+    def initialised():
         before = torch.random.get_rng_state()
         model = build()
         drawn.append(not torch.equal(torch.random.get_rng_state(), before))
@@ -253,7 +247,7 @@ def test_ordinary_rounds_are_the_same_to_the_last_bit():
 
 
 def test_without_alignment_no_model_is_built():
-    def never() -> nn.Module:
+    def never():
         raise AssertionError("the model is not needed")
 
     sent = [(permuted(state(), seed), 10.0) for seed in range(2)]

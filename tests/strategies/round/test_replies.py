@@ -7,14 +7,11 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from torch import Tensor
 
 import fedrot
 from fedrot.aggregation import Mean, RegMean
@@ -61,9 +58,7 @@ ALL = {
 }
 
 
-def sends(
-    tensor: Any = TENSOR, examples: Any = 10, own_id: int | None = None, /, **more: Any
-) -> Client:
+def sends(tensor=TENSOR, examples=10, own_id=None, /, **more):
     """Return a client that sends a good update with another tensor ``NAME``; None
     leaves it out.
 
@@ -73,7 +68,7 @@ def sends(
         {n: t for n, t in {**GOOD, **more, NAME: tensor}.items() if t is not None}
     )
 
-    def client(to: Message) -> Message:
+    def client(to):
         client, loss = (
             (to.metadata.dst_node_id + 1000, 1e3)
             if own_id is None
@@ -91,8 +86,8 @@ def sends(
 GOOD_CLIENT = sends()
 
 
-def with_content(change: Callable[[Any], object]) -> Client:
-    def client(to: Message) -> Message:
+def with_content(change):
+    def client(to):
         message = GOOD_CLIENT(to)
         change(message.content)
         return message
@@ -100,28 +95,28 @@ def with_content(change: Callable[[Any], object]) -> Client:
     return client
 
 
-def with_array(dtype: str, data: bytes) -> Client:
+def with_array(dtype, data):
     array = Array(dtype, tuple(TENSOR.shape) if dtype else (), NUMPY, data)
     return with_content(lambda content: content["arrays"].update({NAME: array}))
 
 
-def with_metrics(**values: Any) -> Client:
+def with_metrics(**values):
     return with_content(lambda content: content["metrics"].update(values))
 
 
-def with_statistics(**by_key: Tensor | Array) -> Client:
+def with_statistics(**by_key):
     arrays = {k: v if isinstance(v, Array) else encode(k, v) for k, v in by_key.items()}
     return with_content(
         lambda content: content.update({STATISTICS: ArrayRecord(arrays)})
     )
 
 
-def with_gram(gram: Tensor | Array) -> Client:
+def with_gram(gram):
     return with_statistics(**{GRAM: gram})
 
 
-def with_metadata(**values: Any) -> Client:
-    def client(to: Message) -> Message:
+def with_metadata(**values):
+    def client(to):
         message = GOOD_CLIENT(to)
         message.metadata.__dict__.update(values)
         return message
@@ -241,7 +236,7 @@ BAD = {
 }
 
 
-def ours(setup: str) -> dict[str, tuple[Client, str]]:
+def ours(setup):
     """Return the replies that a set-up drops; more are bad where statistics are needed,
     or moved.
     """
@@ -298,9 +293,7 @@ TAKEN = {
 }
 
 
-def played(
-    setup: str, folder: Path, clients: list[Client], twice: int | None = None
-) -> tuple[ArrayRecord, dict[str, Any], list[tuple[int, str]]]:
+def played(setup, folder, clients, twice=None):
     """Play one round; return its model and metrics, and the dropped clients with the
     reasons.
 
@@ -418,12 +411,12 @@ POINT = encode("x", torch.zeros(1))
 LARGE = encode("x", torch.zeros(MIB // 4))
 
 
-def with_stype(stype: str, data: bytes = b"", shape: Any = TENSOR.shape) -> Client:
+def with_stype(stype, data=b"", shape=TENSOR.shape):
     array = Array("float32", tuple(shape), stype, data)
     return with_content(lambda content: content["arrays"].update({NAME: array}))
 
 
-def many(what: Any, count: int = 10_000, name: str = "x") -> dict[str, Any]:
+def many(what, count=10_000, name="x"):
     return {f"{name}{i}": what for i in range(count)}
 
 

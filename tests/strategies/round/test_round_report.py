@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ import fedrot
 from fedrot.report import AlignmentReport, GroupReport
 from fedrot.strategies import FedRot
 from fedrot.strategies.reporting.verdict import CHANCE, FOUND, REMOVED, figures
-from tests.models import LAYERS, State, config_of, near
+from tests.models import LAYERS, config_of, near
 from tests.strategies.classifier import NAME, SYMMETRY, state
 from tests.strategies.fakes import aggregated
 
@@ -20,7 +19,7 @@ CONFIG = config_of(NAME)
 PAGE = Path(__file__).parents[3] / "docs/reference/metrics.md"
 
 
-def _documented() -> list[str]:
+def _documented():
     """Return the names in the page's table."""
     rows = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines()]
     return [
@@ -30,7 +29,7 @@ def _documented() -> list[str]:
     ]
 
 
-def _play(strategy: FedRot, updates: list[State]) -> dict[str, Any]:
+def _play(strategy, updates):
     return dict(aggregated(strategy, state(), updates)[1])
 
 
@@ -73,7 +72,7 @@ def test_shares_are_found_whether_or_not_the_groups_are_moved():
     assert left == pytest.approx(chance)
 
 
-def _reported(before: float, removed: float, chance: float | None) -> AlignmentReport:
+def _reported(before, removed, chance):
     """Return the report of one group that was moved."""
     left = before - removed
     group = GroupReport(

@@ -9,9 +9,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +38,7 @@ from fedrot.strategies import (
     from_arrays,
     to_arrays,
 )
-from tests.models import State, config_of, near
+from tests.models import config_of, near
 from tests.models import largest_difference as difference
 from tests.strategies.aggregating import answer, grams, honest
 from tests.strategies.classifier import NAME, SYMMETRY, state
@@ -63,7 +61,7 @@ ORDERS = ([0, 1, 2, 3, 4], [2, 0, 4, 1, 3])
 
 
 @cache
-def updates(count: int = COUNT) -> list[State]:
+def updates(count=COUNT):
     """Return clients that trained a little, each in coordinates of its own."""
     clients = [near(state(), 0.05, seed) for seed in range(count)]
     return [
@@ -81,13 +79,13 @@ class Counted:
     still alive.
     """
 
-    def __init__(self, messages: list[Message], sent: list[State]) -> None:
+    def __init__(self, messages, sent):
         self.messages = messages
         self.sent = sent
         self.most = 0
-        self._alive: list[weakref.ref[ArrayRecord]] = []
+        self._alive = []
 
-    def __iter__(self) -> Iterator[Message]:
+    def __iter__(self):
         for index, (message, update) in enumerate(
             zip(self.messages, self.sent, strict=True)
         ):
@@ -140,19 +138,19 @@ def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(
 class Taking(Mean):
     """Notes the weights of updates in the order in which it receives them."""
 
-    taken: list[float] = []  # noqa: RUF012
+    taken = []  # noqa: RUF012
 
-    def add(self, update: Any, weight: float, statistics: Any = None) -> None:
+    def add(self, update, weight, statistics=None):
         self.taken.append(weight)
         super().add(update, weight, statistics)
 
 
 def order_of(
-    values: Sequence[int],
-    ids: Sequence[int],
-    places: Sequence[int],
-    by_ids: bool = False,
-) -> list[int]:
+    values,
+    ids,
+    places,
+    by_ids=False,
+):
     """Return the clients in the order in which they are taken, if they arrive in the
     given one.
     """
@@ -196,7 +194,7 @@ def test_trusted_ids_give_the_order_themselves():
     assert order_of((1, 1, 1, 1), (7, 3, 11, 5), range(4), by_ids=True) == [1, 3, 0, 2]
 
 
-def elsewhere(array: Array, shift: int) -> Array:
+def elsewhere(array, shift):
     """Return the array with a longer header, so that its values start elsewhere in
     memory.
     """
@@ -250,11 +248,11 @@ def test_a_round_with_too_few_good_replies_fails_and_the_model_stays(
     assert lost == ["2 good replies, 3 needed."] * (least > 2)
 
 
-def q_fedavg() -> Any:
+def q_fedavg():
     return in_front_of(QFedAvg)(CONFIG, client_learning_rate=0.5)
 
 
-def private_q_fedavg() -> Any:
+def private_q_fedavg():
     private = in_front_of(DifferentialPrivacyServerSideFixedClipping)
     behind = QFedAvg(client_learning_rate=0.5)
     return private(CONFIG, behind, 0.0, 1.0, 4, alignment=GLOBAL)
@@ -319,7 +317,7 @@ def test_without_alignment_integers_are_what_the_strategy_makes_of_them():
 def test_half_precision_travels_and_the_server_keeps_its_own(base, wire):
     received = set()
 
-    def client(message: Message) -> Message:
+    def client(message):
         tensors = from_arrays(message.content.array_records["arrays"])
         received.update(tensor.dtype for tensor in tensors.values())
         answered = reply(message, {}, 10, message.metadata.dst_node_id)
@@ -386,9 +384,9 @@ def test_a_model_in_bfloat16_is_sent_with_its_ties(wire):
 class OwnMessages(FedRot):
     """Makes its messages itself, from records that a test gives."""
 
-    given: tuple[dict[str, ArrayRecord], ...] = ()
+    given = ()
 
-    def configure_train(self, *args: Any, **kwargs: Any) -> Iterable[Message]:
+    def configure_train(self, *args, **kwargs):
         return [
             Message(RecordDict(dict(records)), node, "train")
             for node, records in enumerate(self.given, start=100)

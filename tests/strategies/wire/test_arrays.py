@@ -9,7 +9,6 @@ import math
 import tracemalloc
 import warnings
 import zipfile
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
 
 import fedrot
@@ -49,7 +47,7 @@ SCALAR_HEADER = 128
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> Tensor:
+def tensors(draw):
     """Draw a tensor of any dtype, shape, layout and bits."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
@@ -73,13 +71,13 @@ def tensors(draw: st.DrawFn) -> Tensor:
     )
 
 
-def identical(one: Tensor, other: Tensor) -> bool:
+def identical(one, other):
     return (
         one.dtype == other.dtype and one.shape == other.shape and same_bits(one, other)
     )
 
 
-def through_the_wire(record: ArrayRecord) -> ArrayRecord:
+def through_the_wire(record):
     """Send a record the way Flower does: deflated into objects, inflated from them."""
     content = RecordDict({"arrays": record})
     contents = {
@@ -94,24 +92,24 @@ def through_the_wire(record: ArrayRecord) -> ArrayRecord:
 
 
 def array(
-    data: bytes,
-    shape: tuple[int, ...] = (2,),
-    dtype: str = "float32",
-    stype: str = SType.NUMPY,
-) -> Array:
+    data,
+    shape=(2,),
+    dtype="float32",
+    stype=SType.NUMPY,
+):
     return Array(dtype=dtype, shape=shape, stype=stype, data=data)
 
 
-def npy(header: str | bytes, data: bytes = b"") -> bytes:
+def npy(header, data=b""):
     text = header.encode("latin1") if isinstance(header, str) else header
     return NPY + len(text).to_bytes(2, "little") + text + data
 
 
-def described(shape: str, descr: str = "'<f4'", order: str = "False") -> str:
+def described(shape, descr="'<f4'", order="False"):
     return f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}\n"
 
 
-def refuse(found: Array, problem: str) -> None:
+def refuse(found, problem):
     with pytest.raises(UpdateError, match=problem) as error:
         from_arrays(
             ArrayRecord({**PLAIN, "tie": array(b"a", stype=TIED), "some.weight": found})
@@ -183,7 +181,7 @@ def test_tied_embeddings_travel_once(dtype):
     build_tied().load_state_dict(found)
 
 
-def build_tied() -> BertForMaskedLM:
+def build_tied():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}
     others = {"vocab_size": 50, "num_attention_heads": 2, "max_position_embeddings": 8}
     return BertForMaskedLM(BertConfig(**sizes, **others))
@@ -280,7 +278,7 @@ def test_legacy_records_without_shapes_are_read():
     assert torch.equal(found, torch.from_numpy(values))
 
 
-def archive(compressed: bool) -> bytes:
+def archive(compressed):
     stream = io.BytesIO()
     if compressed:
         with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as file:
@@ -293,11 +291,11 @@ def archive(compressed: bool) -> bytes:
 class Bomb:
     """Fails the test if it is read from a pickle."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return pytest.fail, ("opened",)
 
 
-def pickled() -> bytes:
+def pickled():
     stream = io.BytesIO()
     np.save(stream, np.array([Bomb(), Bomb()], dtype=object), allow_pickle=True)
     return stream.getvalue()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +50,7 @@ def test_records_of_the_legacy_workflows_have_these_names():
     assert SECURE_AGGREGATION == RECORD_KEY_CONFIGS
 
 
-def _one(contents: list[RecordDict], weighted_by: str) -> MetricRecord:
+def _one(contents, weighted_by):
     return MetricRecord({"one": 1})
 
 
@@ -60,7 +58,7 @@ AVERAGE = FedAvg(train_metrics_aggr_fn=_one)
 IDENTITY = ("_task_id", "_run_id", "_node_id")
 
 
-def identity() -> list[int]:
+def identity():
     return [getattr(TaskIdentity, name) for name in IDENTITY]
 
 
@@ -140,9 +138,9 @@ def test_a_class_among_a_strategys_attributes_is_no_state():
 class Malformed(FakeGrid):
     """Its replies cannot be decoded."""
 
-    error: type[Exception] = ValueError
+    error = ValueError
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+    def pull_messages(self, message_ids):
         raise self.error("torn")
 
 
@@ -168,10 +166,10 @@ def test_a_reply_that_cannot_be_decoded_is_an_error_reply_of_its_node(
 
 def test_a_message_that_the_grid_refuses_is_not_waited_for():
     class Refusing(FakeGrid):
-        def push_messages(self, messages: Iterable[Message]) -> Any:
+        def push_messages(self, messages):
             return [None, *super().push_messages(list(messages)[1:])]
 
-        def pull_messages(self, *given: Any, **named: Any) -> Any:
+        def pull_messages(self, *given, **named):
             assert None not in given[0]
             return super().pull_messages(*given, **named)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable
 
 import pytest
 from flwr.app import ArrayRecord, Message, RecordDict
@@ -22,16 +21,16 @@ class Slow(FakeGrid):
     that is infinite.
     """
 
-    def __init__(self, *looks: float) -> None:
+    def __init__(self, *looks):
         self.looks = dict(enumerate(looks, start=100))
         super().__init__(dict.fromkeys(self.looks, self.answer))
-        self.pulled: list[int] = []
+        self.pulled = []
 
-    def answer(self, message: Message) -> Message:
+    def answer(self, message):
         node = message.metadata.dst_node_id
         return reply(message, near(state(), 0.05, node), 10, node)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+    def pull_messages(self, message_ids):
         ids = list(message_ids)
         self.pulled.append(len(ids))
         ready = []
@@ -46,13 +45,13 @@ class Slow(FakeGrid):
 class Quick(LazyGrid):
     """Notes its pauses instead of making them."""
 
-    pauses: tuple[float, ...] = ()
+    pauses = ()
 
-    def pause(self, seconds: float) -> None:
+    def pause(self, seconds):
         self.pauses += (seconds,)
 
 
-def asked(grid: FakeGrid) -> list[Message]:
+def asked(grid):
     return [Message(RecordDict(), node, "train") for node in grid.nodes]
 
 
@@ -116,7 +115,7 @@ def test_nobody_asked_nothing_fetched():
 
 def test_a_reply_that_flower_cannot_read_does_not_end_the_run():
     class Garbage(Slow):
-        def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        def pull_messages(self, message_ids):
             (message_id,) = message_ids
             if self._sent[message_id].metadata.dst_node_id == 101:
                 raise json.JSONDecodeError("no object", "", 0)

@@ -4,13 +4,10 @@ refused.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
-from torch import Tensor
 
 import fedrot
 from fedrot.errors import UpdateError
@@ -28,15 +25,14 @@ from tests.strategies.classifier import build
 from tests.strategies.fakes import broadcast, reply, wire_bytes
 
 SHARED = ("layer.query.weight", "layer.key.weight", "layer.value.weight")
-Found = dict[str, dict[str, Tensor]]
 
 
-def gram(size: int, seed: int = 0) -> Tensor:
+def gram(size, seed=0):
     inputs = torch.randn(3 * size, size, generator=torch.Generator().manual_seed(seed))
     return inputs.T @ inputs
 
 
-def statistics() -> Found:
+def statistics():
     one = gram(6)
     return {
         "gram": {**dict.fromkeys(SHARED, one), "layer.up.weight": gram(5, 1)},
@@ -48,15 +44,15 @@ def statistics() -> Found:
     }
 
 
-def there_and_back(given: Found, **options: Any) -> Found:
+def there_and_back(given, **options):
     return read(dict(statistics_record(given, **options)))
 
 
-def message() -> Message:
+def message():
     return broadcast(FedAvg(), {"w": torch.ones(2)}, 2)[0]
 
 
-def read(arrays: Any, shapes: Any = None) -> Found:
+def read(arrays, shapes=None):
     return read_statistics(RecordDict({STATISTICS: ArrayRecord(dict(arrays))}), shapes)
 
 

@@ -29,8 +29,9 @@ def _heads(config: Config) -> Heads:
 def _norms(config: Config) -> tuple[str, ...]:
     if not config["parallel_attn"]:
         return ("input_layernorm", "post_attention_layernorm")
-    default = 2 if config["new_decoder_architecture"] else 1
-    count = config.get("num_ln_in_parallel_attn") or default
+    count = config.get("num_ln_in_parallel_attn") or (
+        2 if config["new_decoder_architecture"] else 1
+    )
     return ("input_layernorm",) if count == 1 else ("ln_attn", "ln_mlp")
 
 

@@ -29,8 +29,9 @@ def _layer(config: Config, names: Names, p: str) -> Block:
     bias = config.get("attention_bias", True)
     heads = replace(whole, rotary=rotary_units(config, whole.dim, default=0.25))
     projections = Projections.query_key_value(f"{p}attention.", heads, bias)
-    modules = "mlp.dense_h_to_4h mlp.dense_4h_to_h"
-    feeding = feed_forward_of(p, config["intermediate_size"], modules)
+    feeding = feed_forward_of(
+        p, config["intermediate_size"], "mlp.dense_h_to_4h mlp.dense_4h_to_h"
+    )
     return pre_normed(
         p,
         input_layernorm=attention(p, heads, projections),

@@ -6,8 +6,6 @@ Similar families use the helper functions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from fedrot.symmetry.describe.family import ROTATED, Config, Family, Layer, Names, Stack
 from fedrot.symmetry.describe.layers import (
     Block,
@@ -18,7 +16,7 @@ from fedrot.symmetry.describe.layers import (
 )
 from fedrot.symmetry.describe.projections import Heads, Projections
 from fedrot.symmetry.describe.spaces import RESIDUAL, Space, embedding
-from fedrot.symmetry.describe.task_heads import AfterNorm, Features
+from fedrot.symmetry.describe.task_heads import AfterNorm, FeaturesByType
 from fedrot.symmetry.signs import SignedPermutation
 
 
@@ -32,8 +30,9 @@ def heads_of(config: Config, normed: bool = False) -> Heads:
 def gated(config: Config, p: str) -> Block:
     """Return a gated feed-forward block of three modules."""
     bias = config.get("mlp_bias", False)
-    modules = "mlp.up_proj mlp.down_proj mlp.gate_proj"
-    return feed_forward_of(p, config["intermediate_size"], modules, bias)
+    return feed_forward_of(
+        p, config["intermediate_size"], "mlp.up_proj mlp.down_proj mlp.gate_proj", bias
+    )
 
 
 def two_blocks(p: str, attending: Block, feeding: Block) -> Block:
@@ -59,9 +58,9 @@ def decoder(
     name: str,
     model_types: tuple[str, ...],
     layer: Layer,
-    features: Features | Mapping[str, Features],
+    features: FeaturesByType,
     stream: str = ROTATED,
-    hidden: Features | Mapping[str, Features] = LAST_HIDDEN,
+    hidden: FeaturesByType = LAST_HIDDEN,
 ) -> Family:
     """Return a family with LLaMA's modules around the layers."""
     return Family(

@@ -29,8 +29,9 @@ def _layer(config: Config, names: Names, p: str) -> Block:
 
 
 def _has_last_norm(config: Config, names: Names) -> bool:
-    removed = config.get("_remove_final_layer_norm", False)
-    return config.get("do_layer_norm_before", True) and not removed
+    return config.get("do_layer_norm_before", True) and not config.get(
+        "_remove_final_layer_norm", False
+    )
 
 
 FAMILY = Family(

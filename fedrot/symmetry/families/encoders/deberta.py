@@ -52,8 +52,10 @@ def _projections(config: Config, p: str, heads: Heads) -> Projections:
         queries = Units(f"{q}pos_q_proj")
         keys = Units(f"{q}pos_proj", bias=False)
     else:
-        modules = "self.query_proj self.key_proj self.value_proj output.dense"
-        content = Projections.separate(f"{p}attention.", modules)
+        content = Projections.separate(
+            f"{p}attention.",
+            "self.query_proj self.key_proj self.value_proj output.dense",
+        )
         queries, keys = units(q, "pos_query_proj pos_key_proj")
     separate = first or not config.get("share_att_key", False)
     return replace(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fedrot._io import inner, shallow
+from fedrot._io import inner, read_json
 from fedrot.errors import FedrotError
 from fedrot.simulations.model_labels import named_by_numbers
 
@@ -133,7 +132,7 @@ def pretrained_settings(model: str) -> Any:
             source, trust_remote_code=False, **named_by_numbers(stored)
         )
         for file in filter(None, (optional_file(source, name) for name in _INDEXES)):
-            index = json.loads(shallow(Path(file).read_bytes()))
+            index = read_json(Path(file))
             for name in index["weight_map"].values():
                 inner(name, file)
     # A name of the hub is a kernel, which is code.

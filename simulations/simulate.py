@@ -260,7 +260,8 @@ class _Run:
                 continue
             # The headline metric comes first.
             if not texts or row["metric"] in ("macro_f1", "loss"):
-                texts.append(f"{row['metric']} {row['value']:z.3f}")
+                value = nan if row["value"] is None else row["value"]
+                texts.append(f"{row['metric']} {value:z.3f}")
         if any(row["metric"] == HEAD_FAILED and row["value"] for row in result.rows):
             texts.append("task head not fitted, the cell's log says why")
         self._print(cell, ", ".join(texts))

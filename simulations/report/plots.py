@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from fedrot.errors import legible
 from fedrot.simulations.report.tables import number, spoken
 from fedrot.simulations.run_folder import FIELDS, Row
 from fedrot.simulations.summary import (
@@ -187,8 +188,7 @@ def as_label(name: str) -> str:
     """
     if len(name) > LONGEST:
         name = f"{name[: LONGEST - 1]}…"
-    printable = [letter if letter.isprintable() else " " for letter in name]
-    return "".join(printable).replace("$", r"\$")
+    return legible(name).replace("$", r"\$")
 
 
 def data_uri(figure: Figure) -> str:

@@ -216,8 +216,8 @@ class CausalLanguageModelling(LanguageModelling):
         with torch.no_grad():
             whole = model(input_ids=ids[:, :4]).logits[0, 0]
             alone = model(input_ids=ids[:, :1]).logits[0, 0]
-        difference = float((whole - alone).abs().max())
-        if difference > 1e-5 * float(alone.abs().max()):
+        difference = (whole - alone).abs().max()
+        if difference > 1e-5 * alone.abs().max():
             raise FedrotError(
                 f"model '{name}' is an encoder: its outputs depend on the tokens that "
                 "task 'clm' predicts; choose a decoder, or task 'mlm'"

@@ -99,11 +99,8 @@ def entity_scores(
         loader="list",
     )
     strict = evaluator.evaluate()["overall"]["strict"]
-    return {
-        "f1": float(strict.f1),
-        "precision": float(strict.precision),
-        "recall": float(strict.recall),
-    }
+    names = ("f1", "precision", "recall")
+    return {name: float(getattr(strict, name)) for name in names}
 
 
 def _loss(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fedrot.simulations.data.class_remarks import reading
+from fedrot.simulations.data.read import clean
 from fedrot.simulations.scenario import Settings
 
 
@@ -28,22 +30,36 @@ def labels_of(config: Any) -> list[str]:
 def places_of(labels: Sequence[str], classes: Sequence[str]) -> tuple[list[int], bool]:
     """Return the output of each class, -1 if it has none, and whether by position.
 
-    Names decide, in any case. Without names of outputs (``LABEL_0``), or of as many
-    classes (``0``), numbers decide. One output, a score, needs no name.
+    Names decide: equal ones, else those that a person reads as one (``reading``).
+    Without names of outputs (``LABEL_0``), or of as many classes (``0``) if no output
+    has one of these names, numbers decide. One output, a score, needs no name.
 
     Example: ``places_of(["b", "a"], ["A", "b", "c"])`` is ``([1, 0, -1], False)``.
     """
-    if len(labels) == len(classes) == 1:
+    count = len(labels)
+    if count == len(classes) == 1:
         return [0], False
-    outputs = [name.strip().casefold() for name in labels]
-    wanted = [name.strip().casefold() for name in classes]
-    numbers = [*map(str, range(len(outputs)))]
-    unnamed = outputs == [f"label_{n}" for n in numbers] or wanted == numbers
-    unnamed = unnamed and not {*wanted} <= {*outputs}
-    if unnamed:
-        outputs = wanted if len(wanted) == len(outputs) else numbers
-    places = [
-        outputs.index(name) if outputs.count(name) == wanted.count(name) == 1 else -1
-        for name in wanted
+    numbers = [*map(str, range(count))]
+    for same in (clean, reading):
+        outputs = [same(label) for label in labels]
+        wanted = [same(name) for name in classes]
+        places = [
+            outputs.index(name)
+            if outputs.count(name) == wanted.count(name) == 1
+            else -1
+            for name in wanted
+        ]
+        if -1 not in places:
+            return places, False
+    unnamed = [label.strip().lower() for label in labels] == [
+        f"label_{number}" for number in numbers
     ]
-    return places, unnamed and -1 not in places
+    numbered = [clean(name) for name in classes] == numbers
+    if {*places} != {-1} or not (unnamed or numbered):
+        return places, False
+    if len(classes) == count:
+        return [*range(count)], True
+    places = [
+        numbers.index(name) if name in numbers else -1 for name in map(clean, classes)
+    ]
+    return places, -1 not in places

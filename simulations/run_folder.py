@@ -42,9 +42,9 @@ Row: TypeAlias = dict[str, Any]
 #: ``Run``.
 _CONFIG = {"commands": list, "versions": dict, "experiments": dict}
 #: Folder of shared trainings of running jobs, in a run folder.
-TRAININGS = "trainings"
+TRAININGS = ".fedrot-trainings"
 #: What a run writes in its folder, beside ``LOCK``.
-WRITTEN = {"cells", "config.json", "report.html", "rows.csv", TRAININGS}
+WRITTEN = {"cells", "config.json", "report.html", "rows.csv"}
 FIELDS = ("experiment", "strategy", "seed", "round", "scope", "metric", "value")
 LOCK = ".fedrot-lock"
 #: Fields of an experiment that later commands may add to, and what a conflict means.

@@ -98,6 +98,12 @@ def simulate(
     else:
         experiments = [Experiment.from_flat(values)]
     refuse_taken(save, "--save")
+    inside = save and save.resolve().is_relative_to(out.resolve())
+    if inside or (save and out.resolve().is_relative_to(save.resolve())):
+        raise FedrotError(
+            f"--save '{save}' and --out '{out}' are one folder, or one is inside of "
+            "the other. Choose another --save."
+        )
     if save and len(experiments) > 1:
         raise FedrotError(
             f"--save writes one model, but '{file}' has {len(experiments)} experiments."

@@ -64,7 +64,7 @@ def class_remarks(
 def look_alike(what: str, names: Iterable[str]) -> Iterator[str]:
     """Yield a sentence for each group of names that a person may read as one."""
     every = pd.Series([*names], dtype=object)
-    for _, same in every.groupby([*map(_reading, every)], sort=False):
+    for _, same in every.groupby([*map(reading, every)], sort=False):
         if len(same) > 1:
             yield (
                 f"The {what} {listed(map(repr, same))} differ only in case, spaces, "
@@ -72,7 +72,7 @@ def look_alike(what: str, names: Iterable[str]) -> Iterator[str]:
             )
 
 
-def _reading(name: str) -> object:
+def reading(name: str) -> object:
     """Return a number, or the letters of a text in lower case."""
     text = seen(unicodedata.normalize("NFKC", name))
     text = _WORDS.get(text, text)

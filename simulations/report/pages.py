@@ -73,6 +73,12 @@ def write_strategy_report(file: Path) -> Path:
             f"'{file}' is no file of Reporting(rows=...): JSON lines, each with "
             "'round'."
         )
+    page = file.with_suffix(".html")
+    if page.exists() and "<title>fedrot: " not in page.read_text("utf-8", "replace"):
+        raise FileExistsError(
+            f"'{page}' is no page of fedrot, and the report would replace it. Rename "
+            "it."
+        )
     aligned: dict[int, list[Row]] = {}
     for row in rows:
         if "before" in row:
@@ -87,7 +93,7 @@ def write_strategy_report(file: Path) -> Path:
         for round_ in ends(texts)
     ]
     return write_page(
-        file.with_suffix(".html"),
+        page,
         "strategy.html.j2",
         name=file.stem,
         rows=rows,

@@ -29,7 +29,13 @@ PLACES = {
     "numbers of the data": ("ab", "01", [0, 1], True),
     "numbers from 1": ("ab", "12", [-1, -1], False),
     "numbers by name": ("10", "01", [1, 0], False),
-    "twice": (["a", "A", "b"], "ab", [-1, 2], False),
+    "twice": (["a", "A", "b"], "ab", [0, 2], False),
+    "twice in other cases": (["a", "A", "b"], ["á", "B"], [-1, 2], False),
+    "cases that differ": (["a", "A"], ["A", "a"], [1, 0], False),
+    "letters and accents": (["e\u0301", "b"], ["b", "\u00e9"], [1, 0], False),
+    "numbers as pandas writes them": (["1.0", "0.0"], "01", [1, 0], False),
+    "truth as numbers": (["True", "False"], "01", [1, 0], False),
+    "numbers that overlap": ("123", "012", [-1, 0, 1], False),
     "a score": (["LABEL_0"], ["score"], [0], False),
 }
 

@@ -245,6 +245,16 @@ def test_another_file_is_refused(content, tmp_path):
     assert not list(tmp_path.glob("*.html"))
 
 
+def test_a_page_replaces_an_older_one_and_no_file_of_the_user(tmp_path):
+    file = write_lines(tmp_path / "report.jsonl", [{"round": 1}])
+    page = write_strategy_report(file)
+    assert write_strategy_report(file) == page
+    page.write_text("mine")
+    with pytest.raises(FileExistsError, match=r"report\.html"):
+        write_strategy_report(file)
+    assert page.read_text() == "mine"
+
+
 def test_what_a_strategy_writes_can_be_shown(tmp_path):
     """The rows of a real run of two rounds, one client of which sends NaN."""
 

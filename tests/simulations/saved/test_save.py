@@ -67,3 +67,7 @@ def test_one_model_is_saved_and_not_that_of_another_command(tmp_path, monkeypatc
     Path("two.toml").write_text('[[experiment]]\nname = "a"\n[[experiment]]\nname="b"')
     line = ["simulate", "two.toml", "--out", "run", "--save", "served"]
     run(*line, code=2, says="has 2 experiments")
+    for out, save in (("run", "run"), ("run", "run/cells/model"), ("run/a", "run")):
+        line = ["simulate", "--out", out, "--save", save]
+        run(*line, code=2, says="one folder, or one is inside")
+    assert not Path("run").exists()

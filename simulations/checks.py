@@ -187,7 +187,7 @@ def _remarks(
         yield f"Rows by site: {listed(rows_of)}."
         yield from look_alike("sites", map(str, sizes))
     if TASKS[experiment.task].classifies and task.data.kind == "single":
-        largest = np.bincount(train.labels).argmax()
+        largest = int(np.bincount(train.labels).argmax())
         share = np.mean(task.data.test.labels == largest)
         yield (
             f"A model that always answers '{names[largest]}' would have accuracy "

@@ -221,8 +221,8 @@ def labelled(
             "label",
         )
     ends = [len(part.labels) for part in parts[:-1]]
-    for place, of_part in enumerate(np.split(labels, ends)):
-        parts[place] = parts[place]._replace(labels=of_part)
+    of_parts = zip(parts, np.split(labels, ends), strict=True)
+    parts = [part._replace(labels=of_part) for part, of_part in of_parts]
     if len(parts) == 1:
         # Models of language know no classes.
         if not TASKS[scenario.task].uses_labels:

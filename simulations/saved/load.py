@@ -80,12 +80,11 @@ def load(name: str, whole: bool = False) -> SavedModel:
     from fedrot.strategies.pooled_classifier import PooledClassifier
 
     config = pretrained_settings(name)
-    with loading(name):
+    with loading(name), about(name):
         class_name = (config.architectures or ["AutoModel"])[0]
         model_class: Any = getattr(transformers, class_name, None)
         if class_name == PooledClassifier.__name__:
             model_class = PooledClassifier
-    with about(name):
         check_family(config.to_dict())
     what = ""
     if model_class is None:

@@ -200,7 +200,7 @@ def _refuse_unlike(
                 number: token for token, number in saved.tokenizer.get_vocab().items()
             }
         configs.append((saved.name, config))
-    refuse_different(*configs, allowed)
+    refuse_different(configs[0], configs[1], allowed)
 
 
 def refuse_different(

@@ -95,9 +95,7 @@ class Scenario(BaseModel):
     )
     partition: str = Field(
         "iid",
-        description=(
-            "iid, dirichlet:ALPHA, pathological:K, keyclass:SHARE, column:NAME."
-        ),
+        description=("iid, dirichlet:ALPHA, pathological:K, column:NAME."),
     )
     holdout: float = Field(
         0.1, ge=0, lt=1, description="Share of a client's rows that it holds out."

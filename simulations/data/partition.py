@@ -22,11 +22,8 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 #: The rows of each client, or of each class.
 Parts: TypeAlias = list[Rows]
 
-KINDS = ("iid", "dirichlet", "pathological", "keyclass", "column")
-SPECS = (
-    "iid, dirichlet:ALPHA, pathological:CLASSES, keyclass:SHARE (above 0, at most 1), "
-    "column:NAME"
-)
+KINDS = ("iid", "dirichlet", "pathological", "column")
+SPECS = "iid, dirichlet:ALPHA, pathological:CLASSES, column:NAME"
 
 #: Largest range of scores that are rounded to integers.
 MOST_BINS = 1000
@@ -53,9 +50,7 @@ def parse_partition(spec: str) -> tuple[str, Any]:
     except ValueError:
         number = math.nan
     fits = 0 < number < math.inf
-    if kind == "keyclass":
-        fits = 0 < number <= 1
-    elif kind == "pathological":
+    if kind == "pathological":
         fits = fits and number.is_integer()
     if not fits:
         raise PartitionError(
@@ -80,7 +75,6 @@ def split_clients(
     * ``pathological:K``: each client has exactly K classes. With fewer than classes/K
       clients some classes have no client; their rows are dropped. Every other partition
       keeps all rows.
-    * ``keyclass:SHARE``: see ``_key_class_rows``.
     * ``column:NAME``: one client per value of the column, in the order of the values as
       texts. If there are more values than clients, values are grouped: the most
       frequent first, each into the smallest group. The seed has no influence.
@@ -108,8 +102,6 @@ def split_clients(
         parts = np.array_split(default_rng(seed).permutation(rows), clients)
     elif kind == "column":
         parts = _column_rows(value, columns, clients)
-    elif kind == "keyclass":
-        parts = _key_class_rows(keys, value, clients, seed)
     else:
         parts = _flower_rows(
             kind,
@@ -270,81 +262,3 @@ def rows_by_number(numbers: ndarray) -> Parts:
     order = np.argsort(numbers, kind="stable")
     ends = np.cumsum(np.bincount(numbers))
     return np.split(order, ends[:-1])
-
-
-def _even(
-    total: int,
-    parts: int,
-) -> ndarray:
-    """Return the sizes of parts of a total, equal to within one, larger ones first."""
-    each, more = divmod(total, parts)
-    return each + (np.arange(parts) < more)
-
-
-def _key_class_rows(
-    keys: Rows,
-    fraction: float,
-    clients: int,
-    seed: int,
-) -> Parts:
-    """RegMean's key-class split (Jin et al., ICLR 2023), for any number of clients.
-
-    Client k has key class k mod C of the C present classes. The clients of a key class
-    share ``fraction`` of its rows evenly; none gets more of them than an equal part of
-    all rows. The other rows are divided at random so that all clients have equal
-    numbers of rows (to within one); as far as possible they go to clients of another
-    key class.
-    """
-    rng = default_rng(seed)
-    present, classes = np.unique(keys, return_inverse=True)
-    rows_of = [*map(rng.permutation, rows_by_number(classes))]
-    key_of = np.arange(clients) % len(present)
-    holds = np.equal.outer(np.arange(len(present)), key_of)
-    room = _even(len(keys), clients)
-
-    counts = np.zeros_like(holds, dtype=np.int64)
-    for number, rows in enumerate(rows_of[:clients]):
-        holders = np.flatnonzero(holds[number])
-        shared = round(fraction * len(rows))
-        wanted = _even(shared, len(holders))
-        counts[number, holders] = np.minimum(wanted, room[holders])
-    rest = np.bincount(classes) - counts.sum(axis=1)
-    counts += _deal(rest, room - counts.sum(axis=0), holds, rng)
-    # A list for each class, with a piece for each client.
-    pieces = [
-        np.split(rows, cuts[:-1])
-        for rows, cuts in zip(rows_of, counts.cumsum(axis=1), strict=True)
-    ]
-    return [*map(np.concatenate, zip(*pieces, strict=True))]
-
-
-def _deal(
-    rest: Rows,
-    room: Rows,
-    forbidden: npt.NDArray[np.bool_],
-    rng: Generator,
-) -> Rows:
-    """Return how many rows of each class go to each client, ``[C, K]``.
-
-    There are ``rest[c]`` rows of class c, and ``room[k]`` places at client k.
-
-    The assignment is random. Rows in a forbidden cell are then exchanged with rows for
-    which both new cells are allowed, as far as there are such rows.
-    """
-    dealt = np.zeros_like(forbidden, dtype=np.int64)
-    classes = np.repeat(np.arange(len(rest)), rest)
-    places = np.repeat(np.arange(len(room)), room)
-    np.add.at(dealt, (classes, rng.permutation(places)), 1)
-    for c, k in np.argwhere(forbidden):
-        # Both new cells, class c at the partner's client and the partner's class at
-        # client k, have to be allowed.
-        excluded = forbidden[c] | forbidden[:, [k]]
-        partners = np.where(excluded, 0, dealt)
-        moves = min(dealt[c, k], partners.sum())
-        swap = rng.multivariate_hypergeometric(partners.ravel(), moves)
-        swap = swap.reshape(dealt.shape)
-        dealt -= swap
-        dealt[c] += swap.sum(axis=0)
-        dealt[:, k] += swap.sum(axis=1)
-        dealt[c, k] -= moves
-    return dealt

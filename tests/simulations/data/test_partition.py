@@ -21,7 +21,6 @@ BITS = {
     "iid": [196544, 200596, 192196, 197482, 199155],
     "dirichlet:0.5": [115502, 152964, 256431, 259615, 201622],
     "pathological:3": [165565, 398883, 177078, 130317, 119408],
-    "keyclass:0.8": [200351, 194677, 199475, 192161, 195274],
     "column:source": [333853, 185591, 186988, 90010, 187577],
 }
 #: What gives three rows of three classes to three clients.
@@ -62,17 +61,6 @@ def test_pathological_clients_hold_exactly_k_classes():
         counts("pathological:2", 2).sum() < 2000
     )  # documented: classes without a holder are dropped
     assert (counts("pathological:5", 3) > 0).all()
-
-
-def test_key_classes_are_those_that_occur_and_get_no_more_than_an_equal_part():
-    even = np.tile([0, 1], 500)
-    uneven = np.repeat([0, 1], [900, 100])
-    assert counts("keyclass:0.8", 2, even).tolist() == [[400, 100], [100, 400]]
-    assert counts("keyclass:0.8", 2, uneven).tolist() == [[500, 0], [400, 100]]
-    assert np.ptp(counts("keyclass:0.8", 8).sum(axis=1)) == 0
-    assert (counts("keyclass:0.5", 4, even) == 125).all()
-    found = counts("keyclass:1", 3, np.repeat([7, 3], 50))
-    assert (found[:, 3].tolist(), found[1, 7]) == ([25, 0, 25], 33)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +139,10 @@ def test_rows_count_under_one_class(labels, keys, names):
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("keyclass:1", ("keyclass", 1.0)),
         ("pathological:2.0", ("pathological", 2)),
         ("column:a:b", ("column", "a:b")),
         *((spec, None) for spec in ("random", "iid:3", "column")),
         *((f"dirichlet:{value}", None) for value in ("lots", 0, "inf")),
-        *((f"keyclass:{value}", None) for value in (0, 1.2)),
         *((f"pathological:{value}", None) for value in (0, 1.5)),
     ],
 )

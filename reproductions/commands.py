@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedrot.simulations.cli.commands import command, command_line, console, say
+from fedrot.simulations.cli.commands import command, command_line, console
 from fedrot.simulations.engine import Machine
 from fedrot.simulations.experiment import Experiment, read_experiments
 
@@ -70,9 +70,9 @@ def repeat(
 
     cells = read_cells(file, data_dir)
     try:
-        lines = run_grid(cells, out, command_line(), say, workers)
+        lines = run_grid(cells, out, command_line(), console.print, workers)
     except KeyboardInterrupt:
-        say(
+        console.print(
             f"Interrupted; the finished cells are in {out}. Repeat the command to "
             "continue."
         )

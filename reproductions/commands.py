@@ -77,5 +77,4 @@ def repeat(
             "continue."
         )
         raise
-    for table in tables(lines):
-        console.print(table)
+    console.print(*tables(lines))

@@ -112,14 +112,15 @@ def checked(experiment: Experiment) -> Checked:
         "strategies": strategies,
     }
     model_bytes = sum(tensor.nbytes for tensor in tensors_of(model).values())
+    sentences = [
+        task.data.remarks,
+        *_remarks(task, names, dict(zip(sites, sizes, strict=True))),
+        getattr(model, "remark", ""),
+    ]
+    sentences += [f"{note}." for note in notes_of(described)]
     return Checked(
         described=described,
-        sentences=[
-            task.data.remarks,
-            *_remarks(task, names, dict(zip(sites, sizes, strict=True))),
-            getattr(model, "remark", ""),
-            *(f"{note}." for note in notes_of(described)),
-        ],
+        sentences=sentences,
         test_rows=len(task.test),
         seconds=_timed(task, model),
         memory=(experiment.clients + 3) * model_bytes,

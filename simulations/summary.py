@@ -297,6 +297,8 @@ def verdict(run: Run, name: str) -> Verdict | None:
         and len(standing.values) >= ENOUGH_SEEDS
         and {standing.difference(best, metric).verdict for metric in judged} <= NOISE
     ]
+    recommended = min(cheaper, key=lambda standing: standing.megabytes, default=best)
+    counted = span(reference.measured or [0])
     most_frequent, learned = _learned(experiment, standings)
     return Verdict(
         experiment=name,
@@ -306,9 +308,9 @@ def verdict(run: Run, name: str) -> Verdict | None:
         models=models,
         reference=reference,
         best=best,
-        recommended=min(cheaper, key=lambda standing: standing.megabytes, default=best),
+        recommended=recommended,
         scored=experiment.get("scored", ""),
-        measured=f"{span(reference.measured or [0])} of {experiment.get('clients', 0)}",
+        measured=f"{counted} of {experiment.get('clients', 0)}",
         notes=[*notes_of(experiment)],
         most_frequent=most_frequent,
         learned=learned,
@@ -343,22 +345,26 @@ def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
         .groupby("seed")
     )
     worst = clients.first()
+    rows = worst[ROWS].dropna().astype(int)
+    unfitted = frame.loc[frame["metric"] == HEAD_FAILED, "value"].sum()
     messages = (
         frame[scopes == "messages"]
         .groupby("metric")["value"]
         .mean()
         .reindex(["bytes-sent", "bytes-received", "requests"])
     )
+    sizes = messages["bytes-sent"] + messages["bytes-received"]
+    score = worst[headline].mean()
     return Standing(
         name=about["name"],
         about=about,
         values=values,
-        worst=worst[headline].mean(),
+        worst=score,
         measured=[*clients.size()],
-        worst_rows=[*worst[ROWS].dropna().astype(int)],
-        megabytes=(messages["bytes-sent"] + messages["bytes-received"]) / 1e6,
+        worst_rows=[*rows],
+        megabytes=sizes / 1e6,
         requests=messages["requests"],
-        unfitted=int(frame.loc[frame["metric"] == HEAD_FAILED, "value"].sum()),
+        unfitted=int(unfitted),
     )
 
 

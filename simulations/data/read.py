@@ -307,10 +307,11 @@ def refuse_rows(
 ) -> None:
     """Raise ``DataError`` with the numbers of the wrong rows, if there are any."""
     if any(wrong):
+        numbers = listed(np.flatnonzero(wrong) + 1)
         refuse(
             where,
-            f"has {what} in {sum(wrong)} of {len(wrong)} rows: row(s) "
-            f"{listed(np.flatnonzero(wrong) + 1)}, counted from 1",
+            f"has {what} in {sum(wrong)} of {len(wrong)} rows: row(s) {numbers}, "
+            "counted from 1",
             "correct or delete these rows",
         )
 

@@ -112,10 +112,10 @@ def load_tags(scenario: Scenario) -> DataSet:
         for number, words, cell in zip(rows.numbers, sentences, cells, strict=True):
             of_words = [*map(name_of, cell)]
             if len(words) != len(of_words) or not all(map(_BIO.fullmatch, of_words)):
+                in_words = f"has {len(words)} words in {words_column!r}"
                 refuse(
                     f"{rows.where}, row {number}",
-                    f"has {len(words)} words in {words_column!r}, and in "
-                    f"{tags_column!r} {listed(of_words)}",
+                    f"{in_words}, and in {tags_column!r} {listed(of_words)}",
                     "each word needs a tag: O, B-TYPE or I-TYPE; numbers have names in "
                     "data sets of the hub alone",
                 )

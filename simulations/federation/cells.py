@@ -120,14 +120,9 @@ class CellRun(Cell):
         if server_round == self.experiment.rounds:
             for client, rows in self.client_rows().items():
                 if len(rows):
-                    self.record(
-                        f"client:{task.site(self.seed, client)}",
-                        server_round,
-                        {
-                            ROWS: len(rows),
-                            **training.evaluate(model, task, task.train, rows),
-                        },
-                    )
+                    scope = f"client:{task.site(self.seed, client)}"
+                    scores = training.evaluate(model, task, task.train, rows)
+                    self.record(scope, server_round, {ROWS: len(rows), **scores})
             if self.save:
                 save_model(model, self.experiment, self.save)
         return metrics

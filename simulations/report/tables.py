@@ -83,13 +83,13 @@ def results_table(verdict: Verdict, metrics: Sequence[str]) -> Table:
         difference = NONE
         if standing is not verdict.reference:
             difference = format_difference(standing.against[headline])
+        of_worst = number(standing.worst), span(standing.worst_rows or NONE)
         lines.append(
             (
                 standing.name,
                 *map(number, means),
                 difference,
-                number(standing.worst),
-                span(standing.worst_rows or NONE),
+                *of_worst,
                 number(standing.megabytes),
             )
         )

@@ -148,8 +148,9 @@ class Exchange:
             taken.weight / choice.temperature,
             taken.bias / choice.temperature,
         )
+        arrays = ArrayRecord({**body.arrays, **to_arrays(head)})
         return FittedTaskHead(
-            ArrayRecord({**body.arrays, **to_arrays(head)}),
+            arrays,
             fitted=taken.fitted,
             temperature=choice.temperature * taken.divisor,
             losses=votes.losses(choice.best),

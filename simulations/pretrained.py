@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fedrot._io import inner, read_json
 from fedrot.errors import FedrotError
 from fedrot.simulations.model_labels import named_by_numbers
 
@@ -19,8 +19,10 @@ _CONFIGURATIONS = {
     "config.json": b'"model_type"',
     "adapter_config.json": b'"peft_type"',
 }
-#: Files that name the shards of a model.
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+#: What may be a name of the hub: it does not end as files do.
+_OF_HUB = re.compile(
+    r"(?!.*\.([a-z]+|h5)$)(\w[\w.-]*/)?\w[\w.-]*", re.ASCII | re.IGNORECASE
+)
 #: Number of folders that a message names.
 _SHOWN = 5
 
@@ -28,20 +30,31 @@ _SHOWN = 5
 def source_of(model: str) -> str:
     """Return the folder of a packaged model, or the name of any other one.
 
-    Existing paths are returned unchanged, too.
+    Existing folders are returned unchanged, too.
 
-    Raises ``FedrotError`` if the package is not installed.
+    Raises ``FedrotError`` if the package is not installed, or if there is no folder of
+    a name that looks like a path.
     """
-    if model not in PACKAGED or Path(model).exists():
+    folder = Path(model)
+    if folder.is_dir():
         return model
-    package, folder = PACKAGED[model]
+    # A part of what looks like a path shall not leave the machine.
+    if not _OF_HUB.fullmatch(model) or ("/" in model and folder.parent.is_dir()):
+        raise FedrotError(
+            f"There is no folder '{model}'. Check the path and the working folder. "
+            "Names of the hub are owner/name, without the suffix of a file, where "
+            "there is no folder owner."
+        )
+    if model not in PACKAGED:
+        return model
+    package, inside = PACKAGED[model]
     spec = find_spec(package)
     if not (spec and spec.origin):
         raise FedrotError(
             f"Model '{model}' needs fedrot's extra '{model}': in a checkout, pip "
             f"install -c constraints.txt '.[{model}]'."
         )
-    return str(Path(spec.origin).parent / folder)
+    return str(Path(spec.origin).parent / inside)
 
 
 @contextmanager
@@ -60,7 +73,9 @@ def loading(model: object) -> Iterator[None]:
     except Exception as error:  # transformers raises many unrelated kinds
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason:
-            raise _own_code(model) from error
+            from fedrot.strategies.pooled_classifier import own_code
+
+            raise own_code(model) from error
         folder = Path(source_of(str(model)))
         advice = "There is no folder of this name; a model of the hub needs a network."
         if "ignore_mismatched_sizes" in reason:
@@ -81,15 +96,6 @@ def loading(model: object) -> Iterator[None]:
         ) from error
 
 
-def _own_code(model: object) -> FedrotError:
-    return FedrotError(
-        f"'{model}' needs code of its own (auto_map or attn_implementation in its "
-        "configuration), and fedrot never runs a model's code. Give a model of a class "
-        "that transformers has; for your own class use fedrot.check_function and "
-        "fedrot.align in Python."
-    )
-
-
 def models_inside(folder: Path) -> str:
     """Return a sentence that names the models inside of a folder, else nothing.
 
@@ -105,40 +111,20 @@ def models_inside(folder: Path) -> str:
     return models and f" There are models inside of it: give {models}."
 
 
-def optional_file(source: str, name: str) -> str | None:
-    """Return the path of a model's file, or None if there is none."""
-    from transformers.utils.hub import cached_file
-
-    return cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-
-
 def pretrained_settings(model: str) -> Any:
     """Return the transformers configuration of a model, by its folder or name.
 
     Raises ``FedrotError`` if the model is damaged, is an adapter, has code of its own,
     or consists of files outside of its folder.
     """
-    from transformers import AutoConfig, PretrainedConfig
+    from transformers import AutoConfig
+
+    from fedrot.strategies.pooled_classifier import stored_settings
 
     source = source_of(model)
     with loading(model):
-        if optional_file(source, "adapter_config.json"):
-            raise FedrotError(
-                f"'{model}' is an adapter of PEFT, no model. Give the model that "
-                "peft_model.merge_and_unload() returns; fedrot merge averages adapters."
-            )
-        stored, _ = PretrainedConfig.get_config_dict(source)
-        settings = AutoConfig.from_pretrained(
-            source, trust_remote_code=False, **named_by_numbers(stored)
-        )
-        for file in filter(None, (optional_file(source, name) for name in _INDEXES)):
-            index = read_json(Path(file))
-            for name in index["weight_map"].values():
-                inner(name, file)
-    # A name of the hub is a kernel, which is code.
-    if "/" in str(getattr(settings, "_attn_implementation", "")):
-        raise _own_code(model)
-    return settings
+        labels = named_by_numbers(stored_settings(source))
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, **labels)
 
 
 def tokenizer_of(model: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ _SAVED_NAMES = {
 _LABELS = ("num_labels", "id2label", "label2id", "problem_type")
 #: Options of ``from_pretrained`` that say where files are.
 _PLACES = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
+#: Files that name the shards of a model.
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+#: Fields of a configuration, as JSON, that may name a kernel of the hub, or hide it
+#: under the name of another field. Others are null or a name without an owner.
+_KERNEL = re.compile(r'_implementation": (?!null|"[^"/\\]*")|"attribute_map": ')
 
 
 class PooledClassifierConfig(PretrainedConfig):
@@ -155,10 +161,13 @@ class PooledClassifier(PreTrainedModel):
                 ``dtype``.
 
         Raises:
-            FedrotError: the folder's pooling is another one, or a tensor is missing.
+            FedrotError: the folder's pooling is another one, a tensor is missing, or
+                the folder is an adapter, needs code of its own, or names files outside
+                of it.
         """
         labels = {key: options.pop(key) for key in _LABELS if key in options}
         places = {key: options[key] for key in _PLACES if key in options}
+        stored_settings(encoder, **places)
         if pooling is None:
             pooling = saved_pooling(encoder, **places)
         model, info = AutoModel.from_pretrained(
@@ -247,20 +256,15 @@ def saved_pooling(encoder: str | Path, **places: Any) -> str | None:
         FedrotError: a file is damaged, or the model is pooled in another way than by
             mean, cls or last token.
     """
-
-    def file(name: str) -> str | None:
-        return cached_file(
-            str(encoder), name, _raise_exceptions_for_missing_entries=False, **places
-        )
-
-    listed = file("modules.json")
+    listed = optional_file(encoder, "modules.json", **places)
     if listed is None:
         return None
     modules: Any = json.loads(shallow(Path(listed).read_bytes()))
     kinds = [entry["type"].rpartition(".")[2] for entry in modules]
     settings = None
     if kinds[:2] == ["Transformer", "Pooling"]:
-        settings = file(inner(f"{modules[1]['path']}/config.json", listed))
+        name = inner(f"{modules[1]['path']}/config.json", listed)
+        settings = optional_file(encoder, name, **places)
     modes = _modes(read_json(Path(settings)) if settings else {})
     if settings is None or len(modes) > 1 or modes[0] not in POOLINGS:
         raise FedrotError(
@@ -270,6 +274,51 @@ def saved_pooling(encoder: str | Path, **places: Any) -> str | None:
             "modules.json: it is then a transformers model like any other."
         )
     return modes[0]
+
+
+def stored_settings(model: str | Path, **places: Any) -> dict[str, Any]:
+    """Return the stored configuration of a model, before anything else is loaded.
+
+    Args:
+        model: a folder or a name on the hub.
+        places: ``revision`` and other options of ``from_pretrained``.
+
+    Raises:
+        FedrotError: the model is an adapter, needs code of its own, or consists of
+            files outside of its folder.
+    """
+    # transformers would load the base that it names.
+    if optional_file(model, "adapter_config.json", **places):
+        raise FedrotError(
+            f"'{model}' is an adapter of PEFT, no model. Give the model that "
+            "peft_model.merge_and_unload() returns; fedrot merge averages adapters."
+        )
+    stored, _ = PretrainedConfig.get_config_dict(model, **places)
+    if _KERNEL.search(json.dumps(stored)):
+        raise own_code(model)
+    for name in {*_INDEXES, stored.get("transformers_weights") or _INDEXES[0]}:
+        file = optional_file(model, inner(name, model), **places)
+        if file and name.endswith(".json"):
+            for shard in read_json(Path(file))["weight_map"].values():
+                inner(shard, file)
+    return stored
+
+
+def own_code(model: object) -> FedrotError:
+    """Return the error of a model that needs code of its own."""
+    return FedrotError(
+        f"'{model}' needs code of its own (auto_map or attn_implementation in its "
+        "configuration), and fedrot never runs a model's code. Give a model of a class "
+        "that transformers has; for your own class use fedrot.check_function and "
+        "fedrot.align in Python."
+    )
+
+
+def optional_file(model: str | Path, name: str, **places: Any) -> str | None:
+    """Return the path of a model's file, or None if there is none."""
+    return cached_file(
+        str(model), name, _raise_exceptions_for_missing_entries=False, **places
+    )
 
 
 def _modes(pooling: Any) -> list[str]:

@@ -16,7 +16,6 @@ from fedrot.simulations.data.tokenizers import fast_tokenizer
 from fedrot.simulations.model_labels import labels_of
 from fedrot.simulations.pretrained import (
     loading,
-    optional_file,
     pretrained_settings,
     source_of,
     tokenizer_of,
@@ -46,6 +45,8 @@ class SavedModel:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, or None without its files."""
+        from fedrot.strategies.pooled_classifier import optional_file
+
         source = source_of(self.name)
         with loading(self.name):
             for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):

@@ -36,12 +36,11 @@ _IMAGE = re.compile(
     r"\.(apng|avif|bmp|dib|gif|jfif|jp[2e]|jpe?g|p[bgnp]m|png|tiff?|webp)",
     re.IGNORECASE,
 )
-#: What may be a name of the hub, and parts of names that files alone have.
-_OF_HUB = re.compile(r"[a-z0-9][\w.-]*/[a-z0-9][\w.-]*", re.IGNORECASE | re.ASCII)
-_OF_FILES = re.compile(
-    r"\.(arrow|bz2|csv|feather|gz|jsonl?|ods|parquet|pkl|tar|tgz|tsv|txt|xlsx?|xml|xz|"
-    r"ya?ml|zip|zst)(\.|$)",
-    re.IGNORECASE,
+#: What may be a name of the hub. A dot before a letter belongs to a file (a.csv, a.7z),
+#: before other digits to a version (a-1.5b).
+_OF_HUB = re.compile(
+    r"(?!.*\.(7z|[a-z_]))[a-z0-9][\w.-]*/[a-z0-9][\w.-]*",
+    re.IGNORECASE | re.ASCII,
 )
 #: Types of Arrow that pyarrow cannot take rows of, and equal ones that it can.
 _VIEWS = {"string_view": pa.string(), "binary_view": pa.binary()}
@@ -355,17 +354,15 @@ def find(name: str, data_dir: Path | None) -> Source:
     )
     path, _, configuration = name.partition(":")
     # A part of what looks like a path shall not leave the machine.
-    if (
-        not _OF_HUB.fullmatch(path)
-        or _OF_FILES.search(path)
-        or _IMAGE.search(path)
-        or any(place.exists() or place.parent.is_dir() for place in places)
+    if not _OF_HUB.fullmatch(path) or any(
+        place.exists() or place.parent.is_dir() for place in places
     ):
         refuse(
             f"data set {name!r}",
             unknown,
             f"check --data-dir, the path and the format, one of {', '.join(READERS)}; "
-            "names of the hub are owner/name, where there is no folder owner",
+            "names of the hub are owner/name, without a file's ending, where there is no "
+            "folder owner",
         )
     from datasets import load_dataset
 

@@ -335,6 +335,7 @@ def test_what_is_not_found_is_told_without_a_network(
     "name",
     [
         *("my/rows,old.csv", "rows/mine.csv.gz", "rows/mine.xlsx", "rows/a.png:x"),
+        *("rows/a.SAV", "rows/a.h5", "rows/a.7z", "rows/a.sas7bdat", "rows/a.db-2024"),
         "owner/rows,old.csv",
         *("./mine", "../mine", "/mine", "~/mine", "mine/", "rows\\mine", "here/mine"),
         *("my/rows,below", "sub/mine"),
@@ -389,7 +390,7 @@ def test_data_sets_of_the_hub_and_saved_ones(name, saved, tmp_path, monkeypatch)
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *names: asked.append(names) or found
     )
-    given_name = str(tmp_path / "cola") if saved else "owner/glue:cola"
+    given_name = str(tmp_path / "cola") if saved else "owner/glue-1.5b:cola.v2"
     if saved:
         found.save_to_disk(given_name)
     if isinstance(expected, str):
@@ -399,7 +400,7 @@ def test_data_sets_of_the_hub_and_saved_ones(name, saved, tmp_path, monkeypatch)
     data = load_texts(chosen(given_name))
     assert (len(data.train), len(data.test)) == expected
     assert data.label_names == ("good", "bad")
-    assert asked == ([] if saved else [("owner/glue", "cola")])
+    assert asked == ([] if saved else [("owner/glue-1.5b", "cola.v2")])
     assert {*data.train.inputs} <= set(TEXTS)
 
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import Table
 
-from fedrot._io import refuse_pointer, shallow
+from fedrot._io import inner, read_json, refuse_pointer, shallow
 from fedrot.errors import FedrotError
 from fedrot.simulations.data import BUNDLED, DIGITS, Names
 
@@ -361,8 +361,8 @@ def find(name: str, data_dir: Path | None) -> Source:
             f"data set {name!r}",
             unknown,
             f"check --data-dir, the path and the format, one of {', '.join(READERS)}; "
-            "names of the hub are owner/name, without a file's ending, where there is no "
-            "folder owner",
+            "names of the hub are owner/name, without a file's ending, where there is "
+            "no folder owner",
         )
     from datasets import load_dataset
 
@@ -395,15 +395,27 @@ def _at(place: Path) -> Source | None:
         if train.is_file():
             return _from_files(train, _held_out(train))
     if any((place / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        from datasets import load_from_disk
-
         return _loaded(
             str(place),
             "cannot be read as saved by 'datasets'",
-            load_from_disk,
-            str(place),
+            _saved,
+            place,
         )
     return _images(place) if place.is_dir() else None
+
+
+def _saved(folder: Path) -> Any:
+    """Return what ``datasets`` saved; raises ``FedrotError`` if a file is not in it."""
+    from datasets import load_from_disk
+
+    splits = folder / "dataset_dict.json"
+    names = read_json(splits)["splits"] if splits.is_file() else []
+    for name in ("", *names):
+        state = folder / inner(name, splits) / "state.json"
+        if state.is_file():
+            for file in read_json(state)["_data_files"]:
+                inner(file["filename"], state)
+    return load_from_disk(str(folder))
 
 
 def _from_files(*files: Path) -> Source:

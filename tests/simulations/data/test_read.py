@@ -422,6 +422,24 @@ def test_a_damaged_saved_data_set_and_a_hub_that_fails_are_named(tmp_path, monke
         load_texts(chosen("owner/name"))
 
 
+@pytest.mark.parametrize(
+    ("folder", "file", "name", "outside"),
+    [
+        ("saved", "dataset_dict.json", "test", "../other/test"),
+        ("saved", "test/state.json", "data-", "../../other/test/data-"),
+        ("saved/test", "state.json", "data-", "../../other/test/data-"),
+    ],
+)
+def test_saved_data_sets_name_no_file_outside(folder, file, name, outside, tmp_path):
+    rows = hub_rows(*TEXTS)
+    for copy in ("saved", "other"):
+        datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / copy)
+    listing = tmp_path / folder / file
+    listing.write_text(listing.read_text().replace(name, outside))
+    with pytest.raises(DataError, match=f"names '{outside}.* outside"):
+        find(folder, tmp_path)
+
+
 def test_numbers_of_a_hub_have_names(monkeypatch):
     tags = datasets.List(datasets.ClassLabel(names=["O", "B-PER", "I-PER"]))
     kinds = {"tokens": datasets.List(datasets.Value("string")), "ner_tags": tags}

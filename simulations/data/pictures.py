@@ -21,7 +21,7 @@ from fedrot.simulations.data.labels import (
     label_columns,
     labelled,
 )
-from fedrot.simulations.data.read import Content, find, refuse
+from fedrot.simulations.data.read import Content, find, listed, refuse
 from fedrot.simulations.pretrained import pretrained_settings, source_of
 from fedrot.simulations.scenario import Scenario, Settings
 from fedrot.simulations.tasks.objective import Batch
@@ -30,6 +30,8 @@ from fedrot.simulations.tasks.objective import Batch
 LARGEST_SIDE = 64
 #: Pillow's modes of whole numbers and others of 32 bits.
 DEEP = ("I", "F")
+#: Numbers of an image processor.
+_NUMBERS = ("image_mean", "image_std", "rescale_factor")
 BILINEAR = Image.Resampling.BILINEAR
 IMAGE: Content = (
     "image file",
@@ -98,6 +100,8 @@ def encoded_images(
             f"{len(deep)} of {len(images)} images have more than 8 bits: {low:g} to "
             f"{high:g}, in all of these together, become 0 to 255."
         )
+        if len(deep) < len(images):
+            remarks.append("The other images have 8 bits, and are not on this range.")
     if not side:
         side = max(max(image.size) for image in images)
         if side > 8:
@@ -105,10 +109,7 @@ def encoded_images(
         grey = all(image.mode != "RGB" for image in images)
         channels = 1 if grey else 3
     data = replace(data, side=side, channels=channels, remarks=" ".join(remarks))
-    mean, deviation = (
-        np.array(processor.get(name) or (0.5,), np.float32)[:channels]
-        for name in ("image_mean", "image_std")
-    )
+    mean, deviation = _standard(processor, channels)
     train, test = (
         EncodedImages(split.labels, _pixels(data, split, low, high), mean, deviation)
         for split in (data.train, data.test)
@@ -140,6 +141,31 @@ def _model_reads(model: str | None) -> tuple[int, int, Settings]:
         # Not the processor itself, which needs torchvision.
         processor, _ = ImageProcessingMixin.get_image_processor_dict(source_of(model))
     return side, channels, processor
+
+
+def _standard(processor: Settings, channels: int) -> ndarray:
+    """Return mean and deviation of each channel for values in [0, 1], float32.
+
+    Raises ``DataError`` if the processor's numbers are no such numbers.
+    """
+    given = {name: value for name, value in processor.items() if value is not None}
+    fields = {"image_mean": 0.5, "image_std": 0.5, "rescale_factor": 1 / 255, **given}
+    if not fields.get("do_rescale", True):
+        fields["rescale_factor"] = 1
+    if not fields.get("do_normalize", True):
+        fields |= {"image_mean": 0, "image_std": 1}
+    numbers = [fields[name] for name in _NUMBERS]
+    values = np.zeros((3, channels))
+    with suppress(TypeError, ValueError, OverflowError):
+        for row, number in zip(values, numbers, strict=True):
+            row[:] = number
+    if not np.isfinite(values).all() or values[1:].min() <= 0:
+        refuse(
+            "preprocessor_config.json of the model",
+            f"has {' and '.join(_NUMBERS)} {listed(numbers)}",
+            f"give one number or {channels}, finite, and of the last two above 0",
+        )
+    return (values[:2] / values[2] / 255).astype(np.float32)
 
 
 def _pixels(data: DataSet, split: Split, low: float, high: float) -> ndarray:
@@ -209,6 +235,8 @@ def _deep(image: Image.Image) -> Image.Image:
     """Return whole numbers (I) or others (F); infinite ones become the next finite."""
     values = np.asarray(image)
     finite = values[np.isfinite(values)]
+    if not finite.size:
+        raise ValueError("it has no finite number")
     low = finite.min()
     known = np.nan_to_num(values, nan=low, posinf=finite.max(), neginf=low)
     return Image.fromarray(known.astype(np.float32 if image.mode == "F" else np.int32))

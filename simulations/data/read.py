@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import Table
 
-from fedrot._io import refuse_pointer, shallow
+from fedrot._io import inner, read_json, refuse_pointer, shallow
 from fedrot.errors import FedrotError
 from fedrot.simulations.data import BUNDLED, DIGITS, Names
 
@@ -36,12 +36,11 @@ _IMAGE = re.compile(
     r"\.(apng|avif|bmp|dib|gif|jfif|jp[2e]|jpe?g|p[bgnp]m|png|tiff?|webp)",
     re.IGNORECASE,
 )
-#: What may be a name of the hub, and parts of names that files alone have.
-_OF_HUB = re.compile(r"[a-z0-9][\w.-]*/[a-z0-9][\w.-]*", re.IGNORECASE | re.ASCII)
-_OF_FILES = re.compile(
-    r"\.(arrow|bz2|csv|feather|gz|jsonl?|ods|parquet|pkl|tar|tgz|tsv|txt|xlsx?|xml|xz|"
-    r"ya?ml|zip|zst)(\.|$)",
-    re.IGNORECASE,
+#: What may be a name of the hub. A dot before a letter belongs to a file (a.csv, a.7z),
+#: before other digits to a version (a-1.5b).
+_OF_HUB = re.compile(
+    r"(?!.*\.(7z|[a-z_]))[a-z0-9][\w.-]*/[a-z0-9][\w.-]*",
+    re.IGNORECASE | re.ASCII,
 )
 #: Types of Arrow that pyarrow cannot take rows of, and equal ones that it can.
 _VIEWS = {"string_view": pa.string(), "binary_view": pa.binary()}
@@ -356,17 +355,15 @@ def find(name: str, data_dir: Path | None) -> Source:
     )
     path, _, configuration = name.partition(":")
     # A part of what looks like a path shall not leave the machine.
-    if (
-        not _OF_HUB.fullmatch(path)
-        or _OF_FILES.search(path)
-        or _IMAGE.search(path)
-        or any(place.exists() or place.parent.is_dir() for place in places)
+    if not _OF_HUB.fullmatch(path) or any(
+        place.exists() or place.parent.is_dir() for place in places
     ):
         refuse(
             f"data set {name!r}",
             unknown,
             f"check --data-dir, the path and the format, one of {', '.join(READERS)}; "
-            "names of the hub are owner/name, where there is no folder owner",
+            "names of the hub are owner/name, without a file's ending, where there is "
+            "no folder owner",
         )
     from datasets import load_dataset
 
@@ -399,15 +396,27 @@ def _at(place: Path) -> Source | None:
         if train.is_file():
             return _from_files(train, _held_out(train))
     if any((place / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        from datasets import load_from_disk
-
         return _loaded(
             str(place),
             "cannot be read as saved by 'datasets'",
-            load_from_disk,
-            str(place),
+            _saved,
+            place,
         )
     return _images(place) if place.is_dir() else None
+
+
+def _saved(folder: Path) -> Any:
+    """Return what ``datasets`` saved; raises ``FedrotError`` if a file is not in it."""
+    from datasets import load_from_disk
+
+    splits = folder / "dataset_dict.json"
+    names = read_json(splits)["splits"] if splits.is_file() else []
+    for name in ("", *names):
+        state = folder / inner(name, splits) / "state.json"
+        if state.is_file():
+            for file in read_json(state)["_data_files"]:
+                inner(file["filename"], state)
+    return load_from_disk(str(folder))
 
 
 def _from_files(*files: Path) -> Source:

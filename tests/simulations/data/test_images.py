@@ -129,12 +129,14 @@ def test_numbers_of_all_files_have_one_scale(kind, form, tmp_path):
     seen = [train[0], test[0], train[1], test[1]]
     assert [pixels.item(0) for pixels in seen] == [0, 85, 170, 255]
     assert "4 of 4 images have more than 8 bits: 100 to 400, in all of" in data.remarks
+    assert "other images" not in data.remarks
     files[0] = png(7, (4, 4), "L")
     path = write(tmp_path / "a.parquet", image=files, label=[0, 0, 1, 1], split=split)
     data, train, test = load(path)
     seen = [train[0], test[0], train[1], test[1]]
     assert [pixels.item(0) for pixels in seen] == [7, 0, 128, 255]
     assert "3 of 4 images have more than 8 bits: 200 to 400" in data.remarks
+    assert "other images have 8 bits, and are not on this range" in data.remarks
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def test_folders_without_images_are_refused(tmp_path, monkeypatch):
         ("half", "half has no images, nor train.parquet, in b;.* 1.heic$"),
         ("alone", "no held-out split next to it; add one of validation, .*test"),
         ("few", "1 rows, too few to hold one in 5"),
-        ("nan", r"a/4.png cannot be read as an image"),
+        ("nan", r"a/4.png cannot be read .*no finite number"),
         ("broken", r"a/3.png cannot be read as an image"),
     ):
         with pytest.raises(DataError, match=message):
@@ -239,13 +241,29 @@ def test_a_table_of_images(kind, tmp_path):
     assert test[:, 0, 0, 0].tolist() == [2, 3]
 
 
-NUMBERS = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 1.0]}
+SIZE = {"image_size": 12}
+#: Fields of a processor, and the mean, deviation and factor that they stand for.
+NUMBERS = [
+    (
+        {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 1.0]},
+        ([0.1, 0.2, 0.3], [0.5, 0.5, 1.0], 1 / 255),
+    ),
+    ({"image_mean": 0.25, "image_std": 2, "do_rescale": None}, (0.25, 2, 1 / 255)),
+    ({"do_normalize": False, "image_std": 0}, (0, 1, 1 / 255)),
+    ({"do_rescale": False, "rescale_factor": 3}, (0.5, 0.5, 1)),
+    ({"rescale_factor": 1 / 127.5, "image_mean": 1, "image_std": 1}, (1, 1, 1 / 127.5)),
+]
 #: Fields of a model's configuration and of its processor, and the side and channels, or
 #: an error.
 MODELS = [
-    ({"image_size": 12}, NUMBERS, (12, 3)),
-    ({"image_size": 12}, None, (12, 3)),
-    ({"image_size": 12, "num_channels": 1}, {"image_mean": None}, (12, 1)),
+    *((SIZE, processor, (12, 3)) for processor, _ in NUMBERS),
+    (SIZE, None, (12, 3)),
+    (SIZE | {"num_channels": 1}, {"image_mean": None}, (12, 1)),
+    (SIZE, {"image_std": [0.0]}, r"image_std .* \[0.0\].*; give .* above 0"),
+    (SIZE, {"image_mean": [0.5, 0.5]}, r"image_mean .* \[0.5, 0.5\].* number or 3,"),
+    (SIZE, {"image_mean": "grey"}, "image_mean .* grey"),
+    (SIZE, {"rescale_factor": 0}, "rescale_factor .* 0;"),
+    (SIZE, {"image_mean": 10**400}, "image_mean .* 10000.*finite"),
     ({"image_size": [12, 16]}, None, r"no square images .*size \[12, 16\]"),
     ({"image_size": 12, "num_channels": 4}, None, "of 1 or 3 channels .* 4 channels"),
 ]
@@ -276,15 +294,14 @@ def test_a_pretrained_model_reads_its_own_size(
     data, *both = read_encoded(experiment)
     assert (data.side, data.channels) == expected
     # Red has 0.299 of the brightness.
-    colour = torch.tensor([200, 0, 0] if data.channels == 3 else [60]) / 255
-    mean, deviation = 0.5, 0.5
-    if processor is NUMBERS:
-        mean, deviation = map(torch.tensor, NUMBERS.values())
-    pixel = ((colour - mean) / deviation)[:, None, None]
+    colour = torch.tensor([200, 0, 0] if data.channels == 3 else [60])
+    numbers = (n for fields, n in NUMBERS if fields is processor)
+    mean, deviation, factor = map(torch.tensor, next(numbers, (0.5, 0.5, 1 / 255)))
+    pixel = ((colour * factor - mean) / deviation)[:, None, None]
     for rows in both:
         values = rows.batch(np.array([1]))["pixel_values"]
         wanted = pixel.expand(1, -1, 12, 12)
-        torch.testing.assert_close(values, wanted, atol=1e-6, rtol=0)
+        torch.testing.assert_close(values, wanted, atol=1e-6, rtol=1e-6)
 
 
 def test_images_of_an_experiment_without_a_model():

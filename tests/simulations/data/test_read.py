@@ -335,6 +335,7 @@ def test_what_is_not_found_is_told_without_a_network(
     "name",
     [
         *("my/rows,old.csv", "rows/mine.csv.gz", "rows/mine.xlsx", "rows/a.png:x"),
+        *("rows/a.SAV", "rows/a.h5", "rows/a.7z", "rows/a.sas7bdat", "rows/a.db-2024"),
         "owner/rows,old.csv",
         *("./mine", "../mine", "/mine", "~/mine", "mine/", "rows\\mine", "here/mine"),
         *("my/rows,below", "sub/mine"),
@@ -389,7 +390,7 @@ def test_data_sets_of_the_hub_and_saved_ones(name, saved, tmp_path, monkeypatch)
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *names: asked.append(names) or found
     )
-    given_name = str(tmp_path / "cola") if saved else "owner/glue:cola"
+    given_name = str(tmp_path / "cola") if saved else "owner/glue-1.5b:cola.v2"
     if saved:
         found.save_to_disk(given_name)
     if isinstance(expected, str):
@@ -399,7 +400,7 @@ def test_data_sets_of_the_hub_and_saved_ones(name, saved, tmp_path, monkeypatch)
     data = load_texts(chosen(given_name))
     assert (len(data.train), len(data.test)) == expected
     assert data.label_names == ("good", "bad")
-    assert asked == ([] if saved else [("owner/glue", "cola")])
+    assert asked == ([] if saved else [("owner/glue-1.5b", "cola.v2")])
     assert {*data.train.inputs} <= set(TEXTS)
 
 
@@ -419,6 +420,24 @@ def test_a_damaged_saved_data_set_and_a_hub_that_fails_are_named(tmp_path, monke
         DataError, match=r"'owner/name' is not available.*hub failed .*: no route"
     ):
         load_texts(chosen("owner/name"))
+
+
+@pytest.mark.parametrize(
+    ("folder", "file", "name", "outside"),
+    [
+        ("saved", "dataset_dict.json", "test", "../other/test"),
+        ("saved", "test/state.json", "data-", "../../other/test/data-"),
+        ("saved/test", "state.json", "data-", "../../other/test/data-"),
+    ],
+)
+def test_saved_data_sets_name_no_file_outside(folder, file, name, outside, tmp_path):
+    rows = hub_rows(*TEXTS)
+    for copy in ("saved", "other"):
+        datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / copy)
+    listing = tmp_path / folder / file
+    listing.write_text(listing.read_text().replace(name, outside))
+    with pytest.raises(DataError, match=f"names '{outside}.* outside"):
+        find(folder, tmp_path)
 
 
 def test_numbers_of_a_hub_have_names(monkeypatch):

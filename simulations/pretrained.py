@@ -41,9 +41,9 @@ def source_of(model: str) -> str:
     # A part of what looks like a path shall not leave the machine.
     if not _OF_HUB.fullmatch(model) or ("/" in model and folder.parent.is_dir()):
         raise FedrotError(
-            f"There is no folder '{model}'. Check the path and the working folder. "
-            "Names of the hub are owner/name, without the suffix of a file, where "
-            "there is no folder owner."
+            f"'{model}' cannot be loaded. There is no folder of this name: check the "
+            "path. Names of the hub are owner/name, without the suffix of a file, "
+            "where there is no folder owner."
         )
     if model not in PACKAGED:
         return model

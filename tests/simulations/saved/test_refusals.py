@@ -140,7 +140,7 @@ def replaced(name, tensor, folder):
 BIAS = partial(replaced, "classifier.bias")
 #: Damaged or other models: the change, and what is said.
 DAMAGED = {
-    "no folder": (shutil.rmtree, "a model of the hub needs a network"),
+    "no folder": (shutil.rmtree, "There is no folder of this name"),
     "another family": (
         partial(configure, model_type="ernie"),
         "'ernie' is not supported",

@@ -21,7 +21,7 @@ from fedrot.simulations.data.labels import (
     label_columns,
     labelled,
 )
-from fedrot.simulations.data.read import Content, find, listed, refuse
+from fedrot.simulations.data.read import Content, find, refuse
 from fedrot.simulations.pretrained import pretrained_settings, source_of
 from fedrot.simulations.scenario import Scenario, Settings
 from fedrot.simulations.tasks.objective import Batch
@@ -30,8 +30,6 @@ from fedrot.simulations.tasks.objective import Batch
 LARGEST_SIDE = 64
 #: Pillow's modes of whole numbers and others of 32 bits.
 DEEP = ("I", "F")
-#: Numbers of an image processor.
-_NUMBERS = ("image_mean", "image_std", "rescale_factor")
 BILINEAR = Image.Resampling.BILINEAR
 IMAGE: Content = (
     "image file",
@@ -148,21 +146,26 @@ def _standard(processor: Settings, channels: int) -> ndarray:
 
     Raises ``DataError`` if the processor's numbers are no such numbers.
     """
-    given = {name: value for name, value in processor.items() if value is not None}
-    fields = {"image_mean": 0.5, "image_std": 0.5, "rescale_factor": 1 / 255, **given}
-    if not fields.get("do_rescale", True):
+    fields: dict[str, Any] = {
+        "image_mean": 0.5,
+        "image_std": 0.5,
+        "rescale_factor": 1 / 255,
+    }
+    for name in fields:
+        if processor.get(name) is not None:
+            fields[name] = processor[name]
+    if processor.get("do_rescale") is False:
         fields["rescale_factor"] = 1
-    if not fields.get("do_normalize", True):
+    if processor.get("do_normalize") is False:
         fields |= {"image_mean": 0, "image_std": 1}
-    numbers = [fields[name] for name in _NUMBERS]
     values = np.zeros((3, channels))
     with suppress(TypeError, ValueError, OverflowError):
-        for row, number in zip(values, numbers, strict=True):
+        for row, number in zip(values, fields.values(), strict=True):
             row[:] = number
     if not np.isfinite(values).all() or values[1:].min() <= 0:
         refuse(
             "preprocessor_config.json of the model",
-            f"has {' and '.join(_NUMBERS)} {listed(numbers)}",
+            f"has {fields!s:.300}",
             f"give one number or {channels}, finite, and of the last two above 0",
         )
     return (values[:2] / values[2] / 255).astype(np.float32)

@@ -251,7 +251,7 @@ NUMBERS = [
     ({"image_mean": 0.25, "image_std": 2, "do_rescale": None}, (0.25, 2, 1 / 255)),
     ({"do_normalize": False, "image_std": 0}, (0, 1, 1 / 255)),
     ({"do_rescale": False, "rescale_factor": 3}, (0.5, 0.5, 1)),
-    ({"rescale_factor": 1 / 127.5, "image_mean": 1, "image_std": 1}, (1, 1, 1 / 127.5)),
+    ({"rescale_factor": 0.1}, (0.5, 0.5, 0.1)),
 ]
 #: Fields of a model's configuration and of its processor, and the side and channels, or
 #: an error.
@@ -259,11 +259,11 @@ MODELS = [
     *((SIZE, processor, (12, 3)) for processor, _ in NUMBERS),
     (SIZE, None, (12, 3)),
     (SIZE | {"num_channels": 1}, {"image_mean": None}, (12, 1)),
-    (SIZE, {"image_std": [0.0]}, r"image_std .* \[0.0\].*; give .* above 0"),
-    (SIZE, {"image_mean": [0.5, 0.5]}, r"image_mean .* \[0.5, 0.5\].* number or 3,"),
-    (SIZE, {"image_mean": "grey"}, "image_mean .* grey"),
-    (SIZE, {"rescale_factor": 0}, "rescale_factor .* 0;"),
-    (SIZE, {"image_mean": 10**400}, "image_mean .* 10000.*finite"),
+    (SIZE, {"image_std": [0.0]}, r"image_std.*\[0.0\].*; give .* above 0"),
+    (SIZE, {"image_mean": [0.5, 0.5]}, r"image_mean.*\[0.5, 0.5\].* number or 3,"),
+    (SIZE, {"image_mean": "grey"}, "image_mean.*grey"),
+    (SIZE, {"rescale_factor": 0}, "rescale_factor.* 0}"),
+    (SIZE, {"image_mean": 1e999}, "image_mean.* inf.*finite"),
     ({"image_size": [12, 16]}, None, r"no square images .*size \[12, 16\]"),
     ({"image_size": 12, "num_channels": 4}, None, "of 1 or 3 channels .* 4 channels"),
 ]

@@ -335,7 +335,7 @@ def test_what_is_not_found_is_told_without_a_network(
     "name",
     [
         *("my/rows,old.csv", "rows/mine.csv.gz", "rows/mine.xlsx", "rows/a.png:x"),
-        *("rows/a.SAV", "rows/a.h5", "rows/a.7z", "rows/a.sas7bdat", "rows/a.db-2024"),
+        *("rows/a.SAV", "rows/a.h5", "rows/a.7z", "rows/a.db-2024"),
         "owner/rows,old.csv",
         *("./mine", "../mine", "/mine", "~/mine", "mine/", "rows\\mine", "here/mine"),
         *("my/rows,below", "sub/mine"),

@@ -195,7 +195,7 @@ def inner(name: str, file: object) -> str:
     path = PurePath(name)
     if path.is_absolute() or ".." in path.parts:
         raise FedrotError(
-            f"'{file}' names '{name}'. Files outside of a model's folder are not read: "
+            f"'{file}' names '{name}'. Files outside of its folder are not read: "
             "copy that file into the folder, and name it without its path."
         )
     return name

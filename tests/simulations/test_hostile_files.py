@@ -37,9 +37,9 @@ FILES = [
         for text in ("[]", "3", "", "{", DEEP)
     ),
     *(
-        (name, text, "cannot be loaded")
+        (name, text, word)
         for name in (INDEX, PARTS)
-        for text in (DEEP, HALF)
+        for text, word in ((DEEP, "is damaged"), (HALF, "cannot be loaded"))
     ),
     (WEIGHTS, safetensors(DEEP.encode()), "cannot be loaded"),
     (WEIGHTS, safetensors(b"{}", length=8 << 30), "cannot be loaded"),

@@ -41,7 +41,7 @@ QUICK = (
 )
 KERNEL = {"attn_implementation": "kernels-community/x"}
 OWN = "never runs a model's code"
-OUTSIDE = "Files outside of a model's folder are not read"
+OUTSIDE = "Files outside of its folder are not read"
 
 
 @pytest.fixture

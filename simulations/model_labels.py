@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedrot.simulations.data.class_remarks import reading
 from fedrot.simulations.data.read import clean
+from fedrot.simulations.data.spelling import reading
 from fedrot.simulations.scenario import Settings
 
 

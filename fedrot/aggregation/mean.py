@@ -101,7 +101,7 @@ class Mean(Aggregator):
         self.fold(update, weight, statistics)
 
     def fold(
-        self, update: Tensors, weight: float, statistics: Statistics | None
+        self, update: Tensors, weight: float, statistics: Statistics | None = None
     ) -> None:
         """Add one update that ``check`` has accepted."""
         self.fold_parts([update], weight, statistics)

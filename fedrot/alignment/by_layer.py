@@ -212,7 +212,7 @@ def moved_by_layer(
     symmetry: Symmetry,
     options: AlignmentOptions | None,
     device: Device,
-    statistics: Statistics | None,
+    statistics: Statistics | None = None,
 ) -> tuple[Iterable[Tensors], Statistics, Callable[[], AlignmentReport]]:
     """Return an update in pieces, which are aligned on a device when they are read.
 

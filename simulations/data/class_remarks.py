@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterable, Iterator
-from decimal import Decimal
 
 import numpy as np
 import pandas as pd
 from numpy import ndarray
 
-from fedrot.simulations.data.labels import DataSet, seen
+from fedrot.simulations.data.labels import DataSet
 from fedrot.simulations.data.read import listed
+from fedrot.simulations.data.spelling import reading, seen
 
-_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?(e[+-]?\d+)?", re.ASCII)
-_WORDS = {"true": "1", "yes": "1", "false": "0", "no": "0"}
-#: Minus and the slashes of fractions, and marks that stand for quotation marks.
-_SIGNS = str.maketrans("\u2212\u2044\u2215", "-//", "'\"`\xb4\u02bc\u2032\u201a\u201e")
 #: What files have in place of a missing label; torch ignores -100.
 _NO_CLASS = re.compile(r"-1(00)?(\.0*)?|[<#]?(na|n/a|nan|nat|null|none)>?")
 
@@ -72,21 +67,3 @@ def look_alike(what: str, names: Iterable[str]) -> Iterator[str]:
                 f"The {what} {listed(map(repr, same))} differ only in case, spaces, "
                 "dashes, quotation marks, unseen characters or how a number is written."
             )
-
-
-def reading(name: str) -> object:
-    """Return a number, or the letters of a text in lower case."""
-    text = unicodedata.normalize("NFKC", name.translate(_SIGNS))
-    text = seen("".join(map(_sign, text.translate(_SIGNS))))
-    text = _WORDS.get(text, text)
-    if _NUMBER.fullmatch(text):
-        return Decimal(text)
-    return text.replace("-", "") or name
-
-
-def _sign(letter: str) -> str:
-    """Return a dash as "-", a digit as 0 to 9, "_" and quotation marks as nothing."""
-    kind = unicodedata.category(letter)
-    if kind in ("Pc", "Pi", "Pf"):
-        return ""
-    return "-" if kind == "Pd" else str(unicodedata.decimal(letter, letter))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -26,6 +25,7 @@ from fedrot.simulations.data.read import (
     refuse,
     refuse_rows,
 )
+from fedrot.simulations.data.spelling import seen
 from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.tasks.task_registry import TASKS
 
@@ -42,7 +42,6 @@ SPLIT_SEED = 0
 LIMIT_SEED = 0
 #: Numbers as Python writes them; variation selectors and other letters without a shape.
 _INTEGER = re.compile("0|-?[1-9][0-9]{0,999}")
-_SHAPELESS = re.compile("[\ufe00-\ufe0f\u034f\u115f\u1160\u3164\uffa0]")
 #: The inputs of rows and, if there is one, their ``second``, see ``Split``.
 Inputs: TypeAlias = Sequence[Sequence[Any]]
 Reader: TypeAlias = "Callable[[Rows], Inputs]"
@@ -318,13 +317,6 @@ def _name(value: Any) -> str:
     except (ValueError, OverflowError):  # no UTF-8, not finite
         return ""
     return text if seen(text) else ""
-
-
-def seen(text: str) -> str:
-    """Return a text in lower case without spaces and characters that are not seen."""
-    unseen = ("Cc", "Cf", "Zs", "Zl", "Zp")
-    letters = [letter for letter in text if unicodedata.category(letter) not in unseen]
-    return _SHAPELESS.sub("", clean("".join(letters).casefold()))
 
 
 def _classes(

@@ -18,22 +18,22 @@ MOST = 1.5
 #: The same of votes, from four clients on: no quarter of them has half of the weight.
 MOST_OF_VOTES = 1.0
 
-#: A client's difference of two losses counts up to the first loss of all clients and
-#: this, in nats.
+#: A client's change of the loss is clipped to the centre of the old losses plus this,
+#: in nats, in both directions.
 LEAST_RANGE = 1.0
 
 #: A group is left out if the loss without it is smaller by so many standard errors.
 SURE = 1.0
 
-#: One group is a quarter of the groups from so many on.
+#: With fewer groups, or clients, one is more than a quarter: none is left out.
 FEWEST = 4
 
 #: A client's change is unusual if it differs from the centre by more than so many
 #: standard errors of one client.
 FAR = 6.0
 
-#: These groups stay if without them the mean of all clients rises, unless the centre
-#: falls by this share of the most that a client's change counts.
+#: Harmful groups stay if without them the mean of all clients rises, unless the centre
+#: falls by this share of the most that a client's change counts (``pays``).
 TOLERATED = 0.05
 
 

@@ -231,8 +231,8 @@ class Exchange:
     ) -> dict[int, Candidate[Body]]:
         """Return candidates without the sums of one group each, by group.
 
-        There are none if one group is more than a quarter. With the priors of all sums,
-        the heads differ in what the groups' sums say about others' classes.
+        There are none if one group is more than a quarter. The priors are those of all
+        sums, so that a head is not better or worse for other priors alone.
         """
         candidates = dict[int, Candidate[Body]]()
         if len(groups) < FEWEST:

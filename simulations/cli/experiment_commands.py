@@ -98,17 +98,18 @@ def simulate(
     else:
         experiments = [Experiment.from_flat(values)]
     refuse_taken(save, "--save")
-    inside = save and save.resolve().is_relative_to(out.resolve())
-    if inside or (save and out.resolve().is_relative_to(save.resolve())):
-        raise FedrotError(
-            f"--save '{save}' and --out '{out}' are one folder, or one is inside of "
-            "the other. Choose another --save."
-        )
-    if save and len(experiments) > 1:
-        raise FedrotError(
-            f"--save writes one model, but '{file}' has {len(experiments)} experiments."
-            " Leave it out."
-        )
+    if save:
+        served, results = save.resolve(), out.resolve()
+        if served.is_relative_to(results) or results.is_relative_to(served):
+            raise FedrotError(
+                f"--save '{save}' and --out '{out}' are one folder, or one is inside "
+                "of the other. Choose another --save."
+            )
+        if len(experiments) > 1:
+            raise FedrotError(
+                f"--save writes one model, but '{file}' has {len(experiments)} "
+                "experiments. Leave it out."
+            )
     # After the settings have been checked: these modules import torch and transformers.
     from fedrot.simulations.engine import Machine
     from fedrot.simulations.simulate import simulate as run

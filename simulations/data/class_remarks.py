@@ -1,4 +1,4 @@
-"""What a user has to know of classes: without rows, alike, or perhaps no classes."""
+"""``class_remarks``: sentences about classes that lack rows or have similar names."""
 
 from __future__ import annotations
 

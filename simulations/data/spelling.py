@@ -1,4 +1,4 @@
-"""How a person reads names: which letters are seen, and which names are one."""
+"""``seen`` and ``reading``: a name without what a person does not see in it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def seen(text: str) -> str:
 def reading(name: str) -> object:
     """Return a number, or the letters of a text in lower case."""
     text = unicodedata.normalize("NFKC", name.translate(_SIGNS))
+    # Once more: fractions such as one half have got a slash of their own.
     text = seen("".join(map(_sign, text.translate(_SIGNS))))
     text = _WORDS.get(text, text)
     if _NUMBER.fullmatch(text):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from logging import INFO, WARNING
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord
@@ -79,6 +80,9 @@ class ReplyStrategy(PlaysRounds):
 
     #: The model's configuration or symmetry, if it is known.
     model_config: object = None
+
+    #: Settings that requests for training and evaluation have beside the user's.
+    tells: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,
@@ -186,6 +190,7 @@ class ReplyStrategy(PlaysRounds):
         )
         # Before 1.43, Flower returned no model if every round had failed.
         result.arrays = result.arrays or initial_arrays
+        self.ended(result, initial_arrays)
         if empty := empty_rounds(self._verdicts):
             log(WARNING, empty)
         for line in run_lines(
@@ -218,6 +223,7 @@ class ReplyStrategy(PlaysRounds):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask for statistics; store the model and requests for ``aggregate_train``."""
+        config.update(self.tells)
         self._config = config
         self._grid = grid
         kinds = self.needs(server_round)
@@ -236,6 +242,7 @@ class ReplyStrategy(PlaysRounds):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the model in the precision of the wire, and store the requests."""
+        config.update(self.tells)
         messages = super().configure_evaluate(  # type: ignore[safe-super]
             server_round, arrays, config, grid
         )
@@ -324,6 +331,13 @@ class ReplyStrategy(PlaysRounds):
     def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
         """Return a round's new model, given the merged one, after the last reply."""
         return arrays
+
+    def ended(self, result: Result, first: ArrayRecord) -> None:
+        """Called with the result of a run, after its last round.
+
+        Args:
+            first: the model before all rounds; its head may be a fitted one.
+        """
 
     def check_own_messages(self, messages: Sequence[Message]) -> None:
         """Check messages that a subclass made without ``super().configure_train``.

@@ -147,11 +147,11 @@ class TaskHeadFitting:
                 all rounds.
             half: whether the model half way is a candidate.
         """
-        after = self._body(new, clients.task_head)
-        before = after if old is None else self._body(old, clients.task_head)
+        after = self.body(new, clients.task_head)
+        before = after if old is None else self.body(old, clients.task_head)
         bodies = {1.0: after}
         if half and old is not None:
-            middle = self._body(
+            middle = self.body(
                 as_sent(half_way(before.tensors, after.tensors), new), clients.task_head
             )
             # Clients have rounded bodies, whose mean is not the rounded mean.
@@ -165,7 +165,8 @@ class TaskHeadFitting:
         self.kept_by = {body.key: body.kept_by for body in (before, *bodies.values())}
         return result
 
-    def _body(self, arrays: ArrayRecord, task_head: str) -> Body:
+    def body(self, arrays: ArrayRecord, task_head: str) -> Body:
+        """Return a model as it is sent, with the clients that have kept its body."""
         tensors = from_arrays(arrays)
         sent = arrays if self.wire is None else to_arrays(tensors, self.wire)
         key = hash_of(from_arrays(sent), task_head)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from logging import INFO
+from logging import INFO, WARNING
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy.strategy_utils import sample_nodes
 
-from fedrot.errors import FedrotError
+from fedrot._io import append_rows
+from fedrot.errors import FedrotError, refusal
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
 from fedrot.strategies.fitting.result import FittedTaskHead
+from fedrot.strategies.fitting.sites import ask_alone, reported
+from fedrot.strategies.reporting.rows import report_metrics
 from fedrot.strategies.round.record import RoundRecord
+from fedrot.strategies.wire.fitting_messages import PRIORS
 
 
 class FitsTaskHead(ReplyStrategy):
@@ -24,6 +29,15 @@ class FitsTaskHead(ReplyStrategy):
     clients' held-out rows choose among the model before the round, the round's model,
     and the model half way, the last two with fitted heads. So no round is worse than
     the one before on the rows of all clients together; a single client may lose.
+
+    After the last round each site reports what it gains (``report_sites``). The metrics
+    of the last round then have ``fedrot-sites``, ``fedrot-sites-better`` and others in
+    ``result.train_metrics_clientapp``; ``Reporting`` writes a row for each site.
+
+    Attributes:
+        priors: shares of classes in the bias of the newest model, for ``site_model``;
+            empty if they are not known. Clients read them as ``fedrot-priors`` in the
+            configuration of requests. A checkpoint holds them.
 
     Args:
         *args: of the strategy behind.
@@ -41,6 +55,7 @@ class FitsTaskHead(ReplyStrategy):
     ) -> None:
         self.fit_head = fit_head
         super().__init__(*args, **kwargs)
+        self.priors = list[float]()
         self._fitting: TaskHeadFitting | None = None
         if fit_head:
             self.needs_model = True
@@ -78,7 +93,23 @@ class FitsTaskHead(ReplyStrategy):
         sample_nodes(grid, max(getattr(self._weighting, name, 0) for name in names), 0)
         result = self._fitting.fit(clients, arrays)
         result.log("Before round 1")
+        self._remember(result)
+        try:
+            first = self._fitting.body(arrays, clients.task_head)
+            ask_alone(clients, first, [*grid.get_node_ids()])
+        except FedrotError as error:
+            log(WARNING, "Sites have no heads alone yet. %s", error)
         return result.arrays
+
+    @property
+    def tells(self) -> dict[str, Any]:
+        """What requests tell clients: the shares of classes in the model's bias."""
+        return {PRIORS: self.priors} if self.priors else {}
+
+    def _remember(self, result: FittedTaskHead) -> None:
+        # The old model has its old shares; a head that is trained on from a fitted one
+        # has about those.
+        self.priors = [*result.priors] or self.priors
 
     def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
         """Return the best model that a round offers, or the one before."""
@@ -93,8 +124,30 @@ class FitsTaskHead(ReplyStrategy):
         except FedrotError as error:
             result = FittedTaskHead(arrays, reason=str(error))
         result.log(f"Round {record.number}")
+        self._remember(result)
         record.measured = {**record.measured, **result.metrics()}
         if result.share == 0:
             # The round's updates are not in the model.
             record.origins.clear()
         return result.arrays
+
+    def ended(self, result: Result, first: ArrayRecord) -> None:
+        """Let the sites report, see ``report_sites``; a failure is a warning."""
+        if self._fitting is None or self._grid is None or result.arrays is None:
+            return
+        try:
+            clients = self._fitting.clients(
+                self._grid, self._config, self._timeout, result.arrays
+            )
+            sites = reported(self._fitting, clients, result.arrays, first, self.priors)
+        except Exception as error:
+            log(WARNING, "The sites have not reported: %s", refusal(error))
+            return
+        sites.log()
+        last = max(result.train_metrics_clientapp, default=0)
+        metrics = sites.metrics()
+        noted = result.train_metrics_clientapp.setdefault(last, MetricRecord())
+        noted.update({f"fedrot-{name}": value for name, value in metrics.items()})
+        if self.reporting.rows_path is not None:
+            append_rows(self.reporting.rows_path, sites.of_round(last, self._clients))
+        report_metrics(self.reporting, last, "sites", metrics)

@@ -97,8 +97,8 @@ class FitsTaskHead(ReplyStrategy):
         try:
             first = self._fitting.body(arrays, clients.task_head)
             ask_alone(clients, first, [*grid.get_node_ids()])
-        except FedrotError as error:
-            log(WARNING, "Sites have no heads alone yet. %s", error)
+        except Exception as error:
+            log(WARNING, "Sites have no heads alone yet: %s", refusal(error))
         return result.arrays
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,9 @@ class Score(Kind):
 
     @cache  # noqa: B019
     def _model(self, rank: int) -> Any:
-        config = GPT2Config(**SMALL, n_embd=16, n_layer=1, n_head=2, pad_token_id=39)
+        sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2}
+        ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 39)
+        config = GPT2Config(**SMALL, **sizes, **ids)
         return GPT2ForSequenceClassification(config).eval()
 
 
@@ -155,17 +156,18 @@ def alone_logits(site: Site, first: dict[str, Any], rows: Rows) -> np.ndarray:
     (load_as_sent if kind.adapter else type(model).load_state_dict)(model, first)
     sums = collect_classes(model, [site.training], kind.head, kind.problem)
     best = (np.inf, np.empty(0))
-    for shrinkage, temperature in product(SHRINKAGES, kind.temperatures):
+    for shrinkage in SHRINKAGES:
         weight, bias = fitted_task_head(sums, shrinkage)
-        head = {f"{kind.head}.weight": (weight / temperature).float()}
+        head = {f"{kind.head}.weight": weight.float()}
         if f"{kind.head}.bias" in first:
             head[f"{kind.head}.bias"] = torch.zeros(kind.outputs)
         chosen, reported = (
-            logits_of(kind, {**first, **head}, own) + (bias / temperature).numpy()
+            logits_of(kind, {**first, **head}, own) + bias.numpy()
             for own in (site.held_out, rows)
         )
-        loss = loss_of(kind, chosen, labels_of(site.held_out)).mean()
-        best = min(best, (loss, reported), key=lambda pair: pair[0])
+        for t in kind.temperatures:
+            loss = loss_of(kind, chosen / t, labels_of(site.held_out)).mean()
+            best = min(best, (loss, reported / t), key=lambda pair: pair[0])
     return best[1]
 
 

@@ -21,7 +21,7 @@ from tests.models import near
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_site_reports_what_a_slow_oracle_counts(name, warnings):
+def test_a_site_reports_what_a_slow_oracle_counts(name, warnings, tmp_path):
     kind = CASES[name]
     sites = sites_of(kind)
     first = kind.state()
@@ -30,7 +30,7 @@ def test_a_site_reports_what_a_slow_oracle_counts(name, warnings):
 
     config = kind.build().config if kind.adapter else kind.config
     found = report_sites(
-        grid_of([site.node() for site in sites]),
+        grid_of([site.node(tmp_path) for site in sites]),
         ArrayRecord(final),
         kind.config,
         first=ArrayRecord(first),

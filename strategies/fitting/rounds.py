@@ -149,5 +149,12 @@ class FitsTaskHead(ReplyStrategy):
         noted = result.train_metrics_clientapp.setdefault(last, MetricRecord())
         noted.update({f"fedrot-{name}": value for name, value in metrics.items()})
         if self.reporting.rows_path is not None:
-            append_rows(self.reporting.rows_path, sites.of_round(last, self._clients))
+            # By the clients' own ids, as other rows.
+            ids = self._clients
+            rows = [
+                {"round": last, "stage": "site", **row, "client": ids.get(node, node)}
+                for row in sites.rows
+                for node in [row["client"]]
+            ]
+            append_rows(self.reporting.rows_path, rows)
         report_metrics(self.reporting, last, "sites", metrics)

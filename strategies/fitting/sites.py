@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,14 +65,14 @@ class Sites:
 
     Attributes:
         measure: by which sites are compared: ``accuracy``, of a regression ``loss``.
-        rows: one for each site, in the order of node ids: ``node``; ``site``, its name
-            or empty; ``rows`` of the report and ``training`` rows; ``chose``, whether
-            rows of the report also chose heads; ``classes``, training rows and rows of
-            the report by label; ``loss``, ``accuracy`` and ``macro_f1`` (of a
-            regression the loss) of the heads ``alone``, ``global`` and ``own``; and
-            ``gain``, the accuracy of ``own`` minus that of ``alone`` (of a regression
-            the loss of ``alone`` minus that of ``own``) and its 95 % interval over the
-            site's rows.
+        rows: one for each site, in the order of node ids: ``client``, the id of its
+            node; ``site``, its name or empty; ``rows`` of the report and ``training``
+            rows; ``chose``, whether rows of the report also chose heads; ``classes``,
+            training rows and rows of the report by label; ``loss``, ``accuracy`` and
+            ``macro_f1`` (of a regression the loss) of the heads ``alone``, ``global``
+            and ``own``; and ``gain``, the accuracy of ``own`` minus that of ``alone``
+            (of a regression the loss of ``alone`` minus that of ``own``) and its 95 %
+            interval over the site's rows.
         withheld: number of sites with ``LabelledRows(report=False)``.
     """
 
@@ -105,25 +105,13 @@ class Sites:
             metrics[f"own-{name}-worst"] = self.worst["own"][name]
         return metrics
 
-    def of_round(self, number: int, clients: Mapping[int, int]) -> Iterator[Row]:
-        """Yield rows for the file of a run's rows.
-
-        Args:
-            clients: the clients' own ids by node, as far as they are known.
-        """
-        for row in self.rows:
-            figures = {name: value for name, value in row.items() if name != "node"}
-            client = clients.get(row["node"], row["node"])
-            yield {"round": number, "stage": "site", "client": client, **figures}
-
     def log(self) -> None:
         """Log a line for each of the first sites, and how many gain."""
         name = self.measure
         for row in self.rows[:MOST_LINES]:
-            figures = [f"{head} {row[head][name]:.3f}" for head in HEADS]
+            figures = ", ".join(f"{head} {row[head][name]:.3f}" for head in HEADS)
             on = "rows that also chose" if row["chose"] else "rows"
-            who = _who(row)
-            log(INFO, "%s: %s %s on %d %s", who, name, figures, row["rows"], on)
+            log(INFO, f"%s: {name} {figures} on %d {on}", _who(row), row["rows"])
         log(INFO, "%d sites withhold their figures.", self.withheld)
         if self.rows:
             worst = self.worst
@@ -141,7 +129,7 @@ class Sites:
 
 
 def _who(row: Row) -> str:
-    return row["site"] or f"client {row['node']}"
+    return row["site"] or f"client {row['client']}"
 
 
 def report_sites(
@@ -231,7 +219,7 @@ def reported(
             log(WARNING, "Client %d is left out of the report: %s", node, reason)
         elif isinstance(answer, dict):
             names = {row["site"] for row in rows}
-            rows.append({"node": node, **answer, "site": _new(answer["site"], names)})
+            rows.append({"client": node, **answer, "site": _new(answer["site"], names)})
     measure = NAMES[1 if labels else 0]
     return Sites(measure, rows, [*answers.values()].count(WITHHELD))
 
@@ -287,37 +275,29 @@ def _read(node: int, content: RecordDict, labels: Sequence[str]) -> Row | str:
     heads, noise, rows = (sent[name].double() for name in expected)
     largest = OUTPUT_KINDS[REGRESSION].largest_loss
     most = torch.tensor([largest, 1, 1])[: len(names)]
-    # Of a regression a lower value is better.
-    alone, _, own = heads[:, :2][:, -1] * (1 if labels else -1)
-    gain = torch.stack([own - alone, *noise])
-    counted = (rows >= 0) & (rows <= rows[:, :1]) & (rows == rows.floor())
-    # Comparisons with NaN are false.
     fits = [
         (heads >= 0) & (heads <= most),
         (noise.abs() <= most[:2][-1]) & (noise[0] <= noise[1]),
-        counted & (rows[1, 0] > 0) & (rows <= LARGEST),
+        (rows >= 0) & (rows <= rows[:, :1]) & (rows <= LARGEST),
+        (rows == rows.floor()) & (rows[1, 0] > 0),
     ]
+    # Comparisons with NaN are false.
     if not all(bool(fit.all()) for fit in fits):
         values = {name: tensor.tolist() for name, tensor in sent.items()}
         raise UpdateError(f"Figures of the report are out of range: {values}.")
-    counts = rows.long().tolist()
+    # Of a regression a lower value is better.
+    alone, _, own = heads[:, :2][:, -1] * (1 if labels else -1)
+    (training, reported_on), *by_class = rows.long().mT.tolist()
+    of_heads = [dict(zip(names, values, strict=True)) for values in heads.tolist()]
     site = configs[SITE]
     return {
         "site": legible(str(site["name"]))[:LONGEST_NAME].strip(),
-        "rows": counts[1][0],
-        "training": counts[0][0],
+        "rows": reported_on,
+        "training": training,
         "chose": bool(site["chose"]),
-        "classes": {
-            label: [training, test]
-            for label, training, test in zip(
-                labels, counts[0][1:], counts[1][1:], strict=True
-            )
-        },
-        **{
-            head: dict(zip(names, values, strict=True))
-            for head, values in zip(HEADS, heads.tolist(), strict=True)
-        },
-        "gain": gain.tolist(),
+        "classes": dict(zip(labels, by_class, strict=True)),
+        **dict(zip(HEADS, of_heads, strict=True)),
+        "gain": [float(own - alone), *noise.tolist()],
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from logging import INFO, WARNING
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord
@@ -80,9 +79,6 @@ class ReplyStrategy(PlaysRounds):
 
     #: The model's configuration or symmetry, if it is known.
     model_config: object = None
-
-    #: Settings that requests for training and evaluation have beside the user's.
-    tells: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,
@@ -318,6 +314,11 @@ class ReplyStrategy(PlaysRounds):
     def check_initial(self, arrays: ArrayRecord) -> None:
         """Check the first model before any client trains; raises ``FedrotError``."""
         arguments.check_initial_arrays(arrays, self.model_config, self.aligns)
+
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        """What requests for training and evaluation say beside the user's settings."""
+        return {}
 
     def prepared(
         self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord

@@ -79,16 +79,16 @@ def site_model(
         )
     problem_type = problem_type_of(copy.config)
     kind = OUTPUT_KINDS[problem_type]
-    if priors is None and problem_type != REGRESSION:
-        priors = (getattr(copy.config, "fedrot", None) or {}).get("priors")
-        if priors is None:
-            raise FedrotError(
-                "The shares of classes in the model's bias are not known: give "
-                "priors=, from 'fedrot-priors' in the configuration of a request of "
-                "FedRot(fit_head=True), from fit_task_head(...).priors, or from "
-                "fedrot.strategies.class_priors at the server."
-            )
-    shares = torch.as_tensor([] if priors is None else priors).double()
+    if priors is None:
+        priors = (getattr(copy.config, "fedrot", None) or {}).get("priors", ())
+    shares = torch.as_tensor(priors).double()
+    if not len(shares) and problem_type != REGRESSION:
+        raise FedrotError(
+            "The shares of classes in the model's bias are not known: give priors=, "
+            "from 'fedrot-priors' in the configuration of a request of "
+            "FedRot(fit_head=True), from fit_task_head(...).priors, or from "
+            "fedrot.strategies.class_priors at the server."
+        )
     counts = collect_counts(copy, rows, problem_type)
     if expected is not None:
         counts = _counts_of(expected, problem_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from logging import INFO, WARNING
 from typing import Any
 
@@ -14,6 +15,7 @@ from flwr.serverapp.strategy.strategy_utils import sample_nodes
 from fedrot._io import append_rows
 from fedrot.errors import FedrotError, refusal
 from fedrot.strategies.base import ReplyStrategy
+from fedrot.strategies.fitting.ask import Clients
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
 from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.fitting.sites import ask_alone, reported
@@ -45,6 +47,9 @@ class FitsTaskHead(ReplyStrategy):
         trusted: whether all sites trust each other, see ``fit_task_head``.
         **kwargs: of the strategy behind.
     """
+
+    #: Whether sites report after the last round. Simulations measure them themselves.
+    reports_sites = True
 
     def __init__(
         self,
@@ -94,16 +99,17 @@ class FitsTaskHead(ReplyStrategy):
         result = self._fitting.fit(clients, arrays)
         result.log("Before round 1")
         self._remember(result)
-        try:
-            first = self._fitting.body(arrays, clients.task_head)
-            ask_alone(clients, first, [*grid.get_node_ids()])
-        except Exception as error:
-            log(WARNING, "Sites have no heads alone yet: %s", refusal(error))
+        if self.reports_sites:
+            try:
+                first = self._fitting.body(arrays, clients.task_head)
+                ask_alone(clients, first, [*grid.get_node_ids()])
+            except Exception as error:
+                log(WARNING, "Sites have no heads alone yet: %s", refusal(error))
         return result.arrays
 
     @property
-    def tells(self) -> dict[str, Any]:
-        """What requests tell clients: the shares of classes in the model's bias."""
+    def tells(self) -> Mapping[str, Any]:
+        """The shares of classes in the model's bias, if they are known."""
         return {PRIORS: self.priors} if self.priors else {}
 
     def _remember(self, result: FittedTaskHead) -> None:
@@ -115,11 +121,8 @@ class FitsTaskHead(ReplyStrategy):
         """Return the best model that a round offers, or the one before."""
         if self._fitting is None:
             return arrays
-        assert self._grid is not None  # from configure_train
         try:
-            clients = self._fitting.clients(
-                self._grid, self._config, self._timeout, arrays
-            )
+            clients = self._asked(self._fitting, arrays)
             result = self._fitting.fit(clients, arrays, self._broadcast, self.half_way)
         except FedrotError as error:
             result = FittedTaskHead(arrays, reason=str(error))
@@ -133,23 +136,24 @@ class FitsTaskHead(ReplyStrategy):
 
     def ended(self, result: Result, first: ArrayRecord) -> None:
         """Let the sites report, see ``report_sites``; a failure is a warning."""
-        if self._fitting is None or self._grid is None or result.arrays is None:
-            return
         try:
-            clients = self._fitting.clients(
-                self._grid, self._config, self._timeout, result.arrays
-            )
-            sites = reported(self._fitting, clients, result.arrays, first, self.priors)
+            if self._fitting is not None and self.reports_sites:
+                self._report(self._fitting, result, first)
         except Exception as error:
             log(WARNING, "The sites have not reported: %s", refusal(error))
-            return
+
+    def _report(
+        self, fitting: TaskHeadFitting, result: Result, first: ArrayRecord
+    ) -> None:
+        clients = self._asked(fitting, result.arrays)
+        sites = reported(fitting, clients, result.arrays, first, self.priors)
         sites.log()
         last = max(result.train_metrics_clientapp, default=0)
         metrics = sites.metrics()
         noted = result.train_metrics_clientapp.setdefault(last, MetricRecord())
         noted.update({f"fedrot-{name}": value for name, value in metrics.items()})
         if self.reporting.rows_path is not None:
-            # By the clients' own ids, as other rows.
+            # As in other rows.
             ids = self._clients
             rows = [
                 {"round": last, "stage": "site", **row, "client": ids.get(node, node)}
@@ -158,3 +162,8 @@ class FitsTaskHead(ReplyStrategy):
             ]
             append_rows(self.reporting.rows_path, rows)
         report_metrics(self.reporting, last, "sites", metrics)
+
+    def _asked(self, fitting: TaskHeadFitting, arrays: ArrayRecord) -> Clients:
+        """Return the clients, to be asked after a round."""
+        assert self._grid is not None  # from start
+        return fitting.clients(self._grid, self._config, self._timeout, arrays)

@@ -134,9 +134,8 @@ def _alone(
     losses = compare_losses(
         [model], held_out, task_head, [_stacked(heads)], problem_type
     ).losses
-    places = [*map(smallest, losses)]
-    best = int(torch.stack([*map(torch.min, losses)]).argmin())
-    divisor = TEMPERATURES[places[best]]
+    best = int(losses.amin(1).argmin())
+    divisor = TEMPERATURES[smallest(losses[best])]
     return Candidate("", heads[best].weight / divisor, heads[best].bias / divisor)
 
 

@@ -109,7 +109,7 @@ class Sites:
         """Log a line for each of the first sites, and how many gain."""
         name = self.measure
         for row in self.rows[:MOST_LINES]:
-            figures = ", ".join(f"{head} {row[head][name]:.3f}" for head in HEADS)
+            figures = ", ".join(f"{head} {row[head][name]:.4g}" for head in HEADS)
             on = "rows that also chose" if row["chose"] else "rows"
             log(INFO, f"%s: {name} {figures} on %d {on}", _who(row), row["rows"])
         log(INFO, "%d sites withhold their figures.", self.withheld)
@@ -118,7 +118,7 @@ class Sites:
             log(
                 INFO,
                 "%d of %d sites are better with their own head than alone (beyond "
-                "noise %d); the worst site, %s, has %.3f (alone %.3f)",
+                "noise %d); the worst site, %s, has %.4g (alone %.4g)",
                 sum(row["gain"][0] > 0 for row in self.rows),
                 len(self.rows),
                 self.metrics()["sites-better"],
@@ -211,15 +211,16 @@ def reported(
         if lacking:
             reasons = ask_alone(clients, before, lacking, keep=[body])
             answers |= ask([node for node, reason in reasons.items() if not reason])
-    rows = list[Row]()
+    rows, taken = list[Row](), set[str]()
     for node, answer in sorted(answers.items()):
         if answer == LACKS_ALONE:
             # One that has a head alone has noted other rows.
             reason = reasons.get(node) or "test rows must be the same in every call."
             log(WARNING, "Client %d is left out of the report: %s", node, reason)
         elif isinstance(answer, dict):
-            names = {row["site"] for row in rows}
-            rows.append({"client": node, **answer, "site": _new(answer["site"], names)})
+            name = _new(answer["site"], taken)
+            taken.add(name)
+            rows.append({"client": node, **answer, "site": name})
     measure = NAMES[1 if labels else 0]
     return Sites(measure, rows, [*answers.values()].count(WITHHELD))
 

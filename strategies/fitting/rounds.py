@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from logging import INFO, WARNING
 from typing import Any
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
@@ -36,11 +37,6 @@ class FitsTaskHead(ReplyStrategy):
     of the last round then have ``fedrot-sites``, ``fedrot-sites-better`` and others in
     ``result.train_metrics_clientapp``; ``Reporting`` writes a row for each site.
 
-    Attributes:
-        priors: shares of classes in the bias of the newest model, for ``site_model``;
-            empty if they are not known. Clients read them as ``fedrot-priors`` in the
-            configuration of requests. A checkpoint holds them.
-
     Args:
         *args: of the strategy behind.
         fit_head: whether to fit; a name fits the layer of this name.
@@ -60,7 +56,8 @@ class FitsTaskHead(ReplyStrategy):
     ) -> None:
         self.fit_head = fit_head
         super().__init__(*args, **kwargs)
-        self.priors = list[float]()
+        # Checkpoints hold every tensor, also one of before the first round.
+        self._priors = torch.zeros(0)
         self._fitting: TaskHeadFitting | None = None
         if fit_head:
             self.needs_model = True
@@ -69,6 +66,14 @@ class FitsTaskHead(ReplyStrategy):
             self._fitting = TaskHeadFitting(
                 getattr(self, "model_config", None), name, self.server.wire, trusted
             )
+
+    @property
+    def priors(self) -> list[float]:
+        """Shares of classes in the bias of the newest model, for ``site_model``.
+
+        Empty if they are not known.
+        """
+        return self._priors.tolist()
 
     @property
     def half_way(self) -> bool:
@@ -115,7 +120,8 @@ class FitsTaskHead(ReplyStrategy):
     def _remember(self, result: FittedTaskHead) -> None:
         # The old model has its old shares; a head that is trained on from a fitted one
         # has about those.
-        self.priors = [*result.priors] or self.priors
+        if result.priors:
+            self._priors = torch.tensor(result.priors).double()
 
     def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
         """Return the best model that a round offers, or the one before."""

@@ -73,7 +73,7 @@ class Site:
 
     kind: Kind
     training: Rows
-    held_out: Rows
+    held_out: Rows | None
     test: Rows | None
     name: str = ""
     report: bool = True

@@ -12,6 +12,7 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy.strategy_utils import sample_nodes
+from torch import Tensor
 
 from fedrot._io import append_rows
 from fedrot.errors import FedrotError, refusal
@@ -57,7 +58,7 @@ class FitsTaskHead(ReplyStrategy):
         self.fit_head = fit_head
         super().__init__(*args, **kwargs)
         # Checkpoints hold every tensor, also one of before the first round.
-        self._priors = torch.zeros(0)
+        self._priors: Tensor | None = None
         self._fitting: TaskHeadFitting | None = None
         if fit_head:
             self.needs_model = True
@@ -73,7 +74,7 @@ class FitsTaskHead(ReplyStrategy):
 
         Empty if they are not known.
         """
-        return self._priors.tolist()
+        return [] if self._priors is None else self._priors.tolist()
 
     @property
     def half_way(self) -> bool:

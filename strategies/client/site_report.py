@@ -30,11 +30,11 @@ from fedrot.tensors import TensorDict, Tensors
 RESAMPLES = 1000
 
 #: The name of a task head, and a problem type.
-Layer = tuple[str, str]
+HeadKind = tuple[str, str]
 
 
 def measured(
-    model: nn.Module, batches: Iterable[Tensors], heads: TaskHeads, of: Layer
+    model: nn.Module, batches: Iterable[Tensors], heads: TaskHeads, of: HeadKind
 ) -> TensorDict:
     """Return what task heads answer about rows in place of a model's own.
 
@@ -85,7 +85,7 @@ def record_alone(
     training: Iterable[Tensors],
     held_out: Sequence[Tensors],
     test: Iterable[Tensors],
-    of: Layer,
+    of: HeadKind,
 ) -> TensorDict:
     """Return what the head answers that a site fits alone: see ``measured``.
 
@@ -109,7 +109,7 @@ def record_alone(
 
 
 def _alone(
-    model: nn.Module, sums: ClassSums, held_out: Sequence[Tensors], of: Layer
+    model: nn.Module, sums: ClassSums, held_out: Sequence[Tensors], of: HeadKind
 ) -> Candidate[str]:
     """Return the head that is fitted to the sums of one site.
 
@@ -145,7 +145,7 @@ def site_report(
     training: Iterable[Tensors],
     test: Iterable[Tensors],
     alone: Tensors,
-    of: Layer,
+    of: HeadKind,
 ) -> TensorDict | None:
     """Return the figures of a site; None if ``alone`` is of other rows.
 

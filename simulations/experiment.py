@@ -22,14 +22,6 @@ from pydantic import (
 from fedrot.errors import FedrotError
 from fedrot.simulations.scenario import Scenario, Settings, data_names, names_in
 from fedrot.simulations.strategy import Strategy, default_strategies, named
-
-# The files of the tasks register themselves in TASKS.
-from fedrot.simulations.tasks import (  # noqa: F401
-    classification,
-    language,
-    tagging,
-    vision,
-)
 from fedrot.simulations.tasks.task_registry import TASKS, named_tasks
 
 #: Number of clients, unless a column has them.

@@ -13,7 +13,6 @@ from fedrot.simulations.tasks.objective import (
     model_inputs,
     shortest_first,
 )
-from fedrot.simulations.tasks.task_registry import register
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 _ROWS = 128
 
 
-@register
 class Classification(Objective):
     """Prediction of a row's label, labels or score.
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from fedrot.simulations.scenario import Scenario
+from fedrot.simulations.tasks import classification, language, tagging, vision
 from fedrot.simulations.tasks.objective import EncodedData, Objective
 
-Registered = TypeVar("Registered", bound=Objective)
-
-#: Every task by name. ``simulations.experiment`` imports the files of the tasks, and a
-#: file registers its classes.
-TASKS: dict[str, type[Objective]] = {}
-
-
-def register(task: type[Registered]) -> type[Registered]:
-    """Add a task to ``TASKS``; a decorator of its class."""
-    TASKS[task.name] = task
-    return task
+#: Every task by name.
+TASKS: dict[str, type[Objective]] = {
+    task.name: task
+    for task in (
+        classification.Classification,
+        language.MaskedLanguageModelling,
+        language.CausalLanguageModelling,
+        tagging.TokenClassification,
+        vision.ImageClassification,
+    )
+}
 
 
 def named_tasks(trait: str) -> list[str]:

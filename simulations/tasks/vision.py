@@ -9,10 +9,8 @@ from fedrot.simulations.data import DIGITS
 from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.tasks.classification import Classification
 from fedrot.simulations.tasks.objective import EncodedData
-from fedrot.simulations.tasks.task_registry import register
 
 
-@register
 class ImageClassification(Classification):
     """Prediction of an image's label."""
 

@@ -31,7 +31,7 @@ MOST_SEEDS = 10_000
 #: Settings that some tasks have, and the trait of these tasks.
 _NEEDS = {"label_kind": "classifies", "unseen_data": "joins_domains", "lora": "peft"}
 #: Settings that have an effect only on a small model from scratch.
-OF_SMALL_MODEL = ("architecture", "layers", "width", "heads", "dropout")
+OF_SMALL_MODEL = {"architecture", "layers", "width", "heads", "dropout"}
 
 
 class Experiment(Scenario):
@@ -127,11 +127,7 @@ class Experiment(Scenario):
             if getattr(self, field) and not getattr(task, trait):
                 able = ", ".join(named_tasks(trait))
                 yield f"{field} is for task {able}, not for '{self.task}'"
-        idle = [
-            name
-            for name in OF_SMALL_MODEL
-            if getattr(self, name) != Experiment.model_fields[name].default
-        ]
+        idle = self.model_dump(include=OF_SMALL_MODEL, exclude_defaults=True)
         if self.model is None:
             if self.architecture not in task.architectures:
                 yield (
@@ -140,7 +136,7 @@ class Experiment(Scenario):
                 )
         elif idle:
             yield (
-                f"{idle[0]} is for small models from scratch, and '{self.model}' has "
+                f"{min(idle)} is for small models from scratch, and '{self.model}' has "
                 "its own"
             )
         if self.start == "different":

@@ -31,7 +31,7 @@ from fedrot.simulations.tasks.task_registry import TASKS
 
 Kind: TypeAlias = Literal["single", "multi", "regression"]
 METRICS_OF_KIND: Mapping[Kind, Names] = {
-    "single": ("accuracy", "macro_f1"),
+    "single": ("accuracy", "macro_f1", "ece", "calibrated_loss"),
     "multi": ("macro_f1", "micro_f1", "accuracy"),
     "regression": ("pearson", "spearman"),
 }
@@ -341,10 +341,10 @@ def _classes(
             )
     elif whole and all("label_name" in rows.table.column_names for rows in parts):
         # The first row of a class names it, and training rows come first.
-        for rows in reversed(parts):
-            texts = rows.table["label_name"].to_pylist()
-            for label, text in zip(rows.labels[::-1], reversed(texts), strict=True):
-                names[label] = clean(text)
+        texts = [
+            text for rows in parts for text in rows.table["label_name"].to_pylist()
+        ]
+        names |= zip(labels[::-1], map(clean, reversed(texts)), strict=True)
     numbers = pd.Index([*names], dtype=object).get_indexer(labels)
     return tuple(names.values()), numbers
 

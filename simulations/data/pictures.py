@@ -24,7 +24,7 @@ from fedrot.simulations.data.labels import (
 from fedrot.simulations.data.read import Content, find, refuse
 from fedrot.simulations.pretrained import pretrained_settings, source_of
 from fedrot.simulations.scenario import Scenario, Settings
-from fedrot.simulations.tasks.objective import Batch
+from fedrot.simulations.tasks.objective import Batch, EncodedData
 
 #: Largest side of a small model's images, in pixels; larger images are scaled down.
 LARGEST_SIDE = 64
@@ -64,7 +64,7 @@ class EncodedImages(Encoded):
 
 def encoded_images(
     scenario: Scenario,
-) -> tuple[DataSet, EncodedImages, EncodedImages]:
+) -> EncodedData:
     """Load images for a model's size, and encode them.
 
     They are standardised by the numbers of the model's processor, or by one half.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fedrot.simulations.data import Names
 from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.tasks.objective import (
     Batch,
@@ -34,17 +35,12 @@ class Classification(Objective):
     """
 
     name = "classification"
-    architectures: tuple[str, ...] = ("bert", "distilbert", "gpt2", "llama")
+    architectures: Names = ("bert", "distilbert", "gpt2", "llama")
     auto_model = "SequenceClassification"
     peft = "SEQ_CLS"
     classifies = True
     joins_domains = True
     reads_pooling = True
-
-    def __init__(self, scenario: Scenario, data: Any) -> None:
-        super().__init__(scenario, data)
-        if data.kind == "single":
-            self.metrics += ("ece", "calibrated_loss")
 
     @staticmethod
     def read(scenario: Scenario) -> EncodedData:

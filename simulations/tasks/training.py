@@ -224,17 +224,12 @@ def evaluate(
     if not len(rows):
         return task.objective.diverged()
 
-    def note(
-        _: object,
-        __: object,
-        inputs: Batch,
-        ___: object,
-    ) -> None:
+    def note(_: object, __: object, inputs: Batch) -> None:
         first = next(iter(inputs.values()))
         _report(EVALUATED * len(first))
 
     model.eval()
-    counted = model.register_forward_hook(note, with_kwargs=True)
+    counted = model.register_forward_pre_hook(note, with_kwargs=True)
     with counted, torch.inference_mode():
         return task.objective.evaluate(model, split, rows)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.tasks import classification, language, tagging, vision
-from fedrot.simulations.tasks.objective import EncodedData, Objective
+from fedrot.simulations.tasks.objective import Objective
 
 #: Every task by name.
 TASKS: dict[str, type[Objective]] = {
@@ -22,8 +21,3 @@ TASKS: dict[str, type[Objective]] = {
 def named_tasks(trait: str) -> list[str]:
     """Return the names of the tasks with a trait, such as ``classifies``."""
     return [name for name, task in TASKS.items() if getattr(task, trait)]
-
-
-def read_encoded(scenario: Scenario) -> EncodedData:
-    """Return the data of a scenario, and its training and held-out rows encoded."""
-    return TASKS[scenario.task].read(scenario)

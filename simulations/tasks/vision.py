@@ -30,10 +30,11 @@ class ImageClassification(Classification):
 
     @staticmethod
     def sizes_of_inputs(scenario: Scenario, data: Any) -> dict[str, int]:
+        side, _, channels = data.shape
         return {
-            "image_size": data.side,
-            "patch_size": _patch_size(data.side),
-            "num_channels": data.channels,
+            "image_size": side,
+            "patch_size": _patch_size(side),
+            "num_channels": channels,
         }
 
 

@@ -22,7 +22,26 @@ from pydantic import (
 from fedrot.errors import FedrotError
 from fedrot.simulations.scenario import Scenario, Settings, data_names, names_in
 from fedrot.simulations.strategy import Strategy, default_strategies, named
+from fedrot.simulations.tasks.classification import Classification
+from fedrot.simulations.tasks.language import (
+    CausalLanguageModelling,
+    MaskedLanguageModelling,
+)
+from fedrot.simulations.tasks.tagging import TokenClassification
 from fedrot.simulations.tasks.task_registry import TASKS, named_tasks
+from fedrot.simulations.tasks.vision import ImageClassification
+
+#: An entry here makes a class a task.
+TASKS |= {
+    task.name: task
+    for task in (
+        Classification,
+        MaskedLanguageModelling,
+        CausalLanguageModelling,
+        TokenClassification,
+        ImageClassification,
+    )
+}
 
 #: Number of clients, unless a column has them.
 CLIENTS = 4

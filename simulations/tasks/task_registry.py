@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from fedrot.simulations.tasks import classification, language, tagging, vision
 from fedrot.simulations.tasks.objective import Objective
 
-#: Every task by name.
-TASKS: dict[str, type[Objective]] = {
-    task.name: task
-    for task in (
-        classification.Classification,
-        language.MaskedLanguageModelling,
-        language.CausalLanguageModelling,
-        tagging.TokenClassification,
-        vision.ImageClassification,
-    )
-}
+#: Every task by name. ``simulations.experiment`` adds them, since tasks import readers
+#: of data, which look traits up here.
+TASKS: dict[str, type[Objective]] = {}
 
 
 def named_tasks(trait: str) -> list[str]:

@@ -38,6 +38,9 @@ from fedrot.task_head.totals import LONGEST, Groups, Totals, total_without
 from fedrot.task_head.votes import FEWEST, Votes, centre, in_order
 from fedrot.tensors import compute_dtype
 
+#: Candidates by how much of a round's change their bodies have.
+ByShare = dict[float, list[Candidate[Body]]]
+
 
 class Exchange:
     """The requests to clients about one choice.
@@ -85,8 +88,7 @@ class Exchange:
             share: self._sums(body, bodies.values()) for share, body in bodies.items()
         }
         fitted, reason = self._all_fitted(bodies, sums)
-        first = next(iter(fitted.values()))
-        reference = reference_among(first)
+        reference = reference_among(next(iter(fitted.values())))
         groups = next(iter(sums.values()))
         candidates = [*chain.from_iterable(fitted.values())]
         votes, harmful = self._first_votes([old, *candidates], reference, groups)
@@ -112,13 +114,13 @@ class Exchange:
 
     def _all_fitted(
         self, bodies: Mapping[float, Body], sums: Mapping[float, Groups]
-    ) -> tuple[dict[float, list[Candidate[Body]]], str]:
+    ) -> tuple[ByShare, str]:
         """Return candidates by share, and why no head fits the first body, if so.
 
         The first body is then compared with its own head, since it may have a fitted
         one without some groups. Another body without a fitted head is no candidate.
         """
-        fitted = dict[float, list[Candidate[Body]]]()
+        fitted: ByShare = {}
         reason = ""
         for share, body in bodies.items():
             like = self._unfitted(body, share)
@@ -138,16 +140,13 @@ class Exchange:
     ) -> tuple[Votes, list[int]]:
         """Return the losses of candidates, and the groups whose sums are harmful.
 
-        Harmful groups are those without which the ``reference`` would be better; none
-        if all sites trust each other.
+        Harmful groups are those without which the ``reference`` would be better.
         """
         counts = torch.stack([sums.counts for sums in groups.values()])
         # Of regressions the first count is that of all rows.
         shares = centre(counts / counts[:, :1], counts[:, 0])
         self._units = OUTPUT_KINDS[self._clients.problem_type].units(shares)
-        without = dict[int, Candidate[Body]]()
-        if not self._clients.trusted:
-            without = self._without_each(reference, groups)
+        without = self._without_each(reference, groups)
         votes = self._votes(
             [*candidates, *without.values()], reference, without.values()
         )
@@ -232,7 +231,7 @@ class Exchange:
     def _without(
         self,
         left_out: Sequence[int],
-        fitted: Mapping[float, list[Candidate[Body]]],
+        fitted: ByShare,
         sums: Mapping[float, Groups],
     ) -> list[Candidate[Body]]:
         """Return candidates of all bodies, fitted without the sums of some groups.
@@ -252,11 +251,12 @@ class Exchange:
     ) -> dict[int, Candidate[Body]]:
         """Return candidates without the sums of one group each, by group.
 
-        There are none if one group is more than a quarter. The priors are those of all
-        sums, so that a head is not better or worse for other priors alone.
+        There are none if all sites trust each other, or if one group is more than a
+        quarter. The priors are those of all sums, so that a head is not better or worse
+        for other priors alone.
         """
         candidates = dict[int, Candidate[Body]]()
-        if len(groups) < FEWEST:
+        if self._clients.trusted or len(groups) < FEWEST:
             return candidates
         priors = torch.stack([sums.counts for sums in groups.values()]).sum(0)
         for group in groups:

@@ -308,9 +308,8 @@ class Exchange:
 
     def _unfitted(self, body: Body, share: float) -> Candidate[Body]:
         """Return a body with its own head."""
-        weight, bias = task_head_names(self._clients.task_head)
+        name, bias = task_head_names(self._clients.task_head)
+        weight = body.tensors[name]
         # A layer without a bias is one with a bias of 0.
-        zero = torch.zeros(len(body.tensors[weight])).to(body.tensors[weight])
-        return Candidate(
-            body, body.tensors[weight], body.tensors.get(bias, zero), share
-        )
+        zero = weight.new_zeros(len(weight))
+        return Candidate(body, weight, body.tensors.get(bias, zero), share)

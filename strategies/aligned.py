@@ -143,10 +143,7 @@ class Aligned(ReplyStrategy):
         plan = AlignmentPlan(self.symmetry, self.alignment, self._device)
         if self.other_bases is None:
             return ToAnchor(plan, broadcast, record, mean)
-        grid = self._grid
-        exchange = (
-            ClientRequests(grid, self._config, self._timeout)
-            if grid is not None
-            else None
-        )
+        exchange = None
+        if self._grid is not None:
+            exchange = ClientRequests(self._grid, self._config, self._timeout)
         return FromOtherBases(plan, self.other_bases, broadcast, record, mean, exchange)

@@ -83,8 +83,7 @@ class PooledClassifierConfig(PretrainedConfig):
         # Not earlier: the base class would reset the encoder's attention.
         self.text_config = text_config
         self.pooling = pooling
-        attention = settings.get("attn_implementation")
-        if attention:
+        if attention := settings.get("attn_implementation"):
             self._attn_implementation = attention
 
 
@@ -187,10 +186,14 @@ class PooledClassifier(PreTrainedModel):
         Texts may be padded at either end. ``token_type_ids`` are left out if the
         encoder has no segments. ``inputs`` are those of the encoder.
         """
-        inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
+        inputs |= {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "return_dict": True,
+        }
         if getattr(self.config.text_config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = token_type_ids
-        output = self.encoder(**{**inputs, "return_dict": True})
+        output = self.encoder(**inputs)
         features = pooled(output.last_hidden_state, attention_mask, self.config.pooling)
         logits = self.classifier(self.dropout(features))
         loss = None

@@ -10,7 +10,7 @@ from logging import WARNING
 import torch
 from flwr.common import log
 
-from fedrot.aggregation import Mean
+from fedrot.aggregation import Mean, Statistics
 from fedrot.alignment.align import Alignment
 from fedrot.alignment.anchors import (
     ANCHORS,
@@ -144,9 +144,11 @@ class ToAnchor(Aligner):
 
     def moved(self, update: Update, tensors: Tensors, alignment: Alignment) -> Moved:
         """Return an update moved by an alignment, given its tensors on the device."""
-        statistics = alignment.transport(
-            {kind: self.there(by_name) for kind, by_name in update.statistics.items()}
-        )
+        statistics: Statistics = {
+            kind: self.there(by_name) for kind, by_name in update.statistics.items()
+        }
+        if statistics:
+            statistics = alignment.transport(statistics)
         moved = self.there(alignment.move(tensors))
         changed = {n: tensor for n, tensor in moved.items() if tensor is not tensors[n]}
         # The canonical form of huge values overflows.

@@ -19,23 +19,30 @@ from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.wire.flower_compat import Evaluate
 
 #: Words in the names of metrics whose lower, or higher, values are better.
-LOWER = frozenset(
-    ("loss", "perplexity", "error", "mse", "rmse", "mae", "nll", "brier", "wer", "cer")
-)
-HIGHER = frozenset(
-    (
-        "accuracy",
-        "acc",
-        "precision",
-        "recall",
-        "f1",
-        "auc",
-        "matthews",
-        "pearson",
-        "spearman",
-        "r2",
-    )
-)
+LOWER = {
+    "loss",
+    "perplexity",
+    "error",
+    "mse",
+    "rmse",
+    "mae",
+    "nll",
+    "brier",
+    "wer",
+    "cer",
+}
+HIGHER = {
+    "accuracy",
+    "acc",
+    "precision",
+    "recall",
+    "f1",
+    "auc",
+    "matthews",
+    "pearson",
+    "spearman",
+    "r2",
+}
 
 #: Names of the two results in metrics; the first is kept if values are equal.
 PLAIN = "plain"

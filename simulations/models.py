@@ -29,9 +29,8 @@ from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.strategies.pooled_classifier import (
     PooledClassifier,
     PooledClassifierConfig,
-    refuse_random,
-    saved_pooling,
 )
+from fedrot.strategies.stored_model import refuse_random, saved_pooling
 from fedrot.task_head.names import task_head_of
 from fedrot.tensors import Tensors
 

@@ -39,6 +39,7 @@ from fedrot.strategies.wire.fitting_messages import (
     TASK_HEAD,
     TASK_HEADS,
 )
+from fedrot.strategies.wire.label_names import LABELS, labels_record
 from fedrot.task_head.labelled_rows import as_batch
 from fedrot.task_head.losses import TaskHeads, collect_losses, compare_losses
 from fedrot.task_head.outputs import OUTPUT_KINDS
@@ -124,11 +125,14 @@ class _Request:
                 name: self._labelled(_read(data, name))
                 for name in ("training", "held_out")
             }
-            return RecordDict({ROWS: MetricRecord({**counts})})
+            return RecordDict(
+                {ROWS: MetricRecord({**counts}), **self._names(data.build)}
+            )
         if not self._task_head:
             model = _loaded(data.build(), from_arrays(self._arrays[MODEL]))
             losses = collect_losses(model, _read(data, "held_out"))
-            return RecordDict({LOSSES: to_arrays(vars(losses))})
+            names = self._names(lambda: model)
+            return RecordDict({LOSSES: to_arrays(vars(losses)), **names})
         bodies = self._bodies()
         if bodies is None:
             return RecordDict({LACKS: ConfigRecord()})
@@ -155,6 +159,12 @@ class _Request:
             self._problem_type,
         )
         return RecordDict({LOSSES: to_arrays(vars(losses))})
+
+    def _names(self, build: Callable[[], nn.Module]) -> dict[str, ConfigRecord]:
+        """Return the record of the labels' names if the server asks for it."""
+        if not self._config.get(LABELS):
+            return {}
+        return {LABELS: labels_record(getattr(build(), "config", None))}
 
     def _bodies(self) -> list[Tensors] | None:
         """Return the request's bodies, sent or kept; None if one is lacking."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from logging import WARNING
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,6 +36,12 @@ from fedrot.strategies.wire.fitting_messages import (
     TASK_HEAD,
 )
 from fedrot.strategies.wire.flower_compat import failure_of
+from fedrot.strategies.wire.label_names import (
+    LABELS,
+    KnownLabels,
+    check_names,
+    read_names,
+)
 from fedrot.strategies.wire.lazy_grid import LazyGrid
 from fedrot.task_head.losses import LossSums
 from fedrot.task_head.outputs import SINGLE
@@ -66,6 +72,8 @@ class Clients:
         timeout: seconds to wait for the answers to each request.
         described: the model's configuration; None for an adapter.
         trusted: whether the sums of all clients are used, also harmful ones.
+        without: nodes that are not asked.
+        labels: what names they have.
     """
 
     grid: Grid
@@ -75,6 +83,8 @@ class Clients:
     timeout: float = 3600
     described: object = None
     trusted: bool = False
+    without: Collection[int] = ()
+    labels: KnownLabels = field(default_factory=KnownLabels)
 
     def ask(
         self,
@@ -85,7 +95,9 @@ class Clients:
     ) -> dict[int, T]:
         """Return what ``read`` makes of each answer, by node.
 
-        Answers are read as they arrive; warnings name the nodes without one.
+        Answers are read as they arrive; warnings name the nodes without one. A node's
+        first answer says the names of its labels. Answers of nodes whose labels mean
+        something else are left out.
 
         Args:
             content: sent to every node, beside the configuration.
@@ -94,8 +106,42 @@ class Clients:
         Raises:
             FedrotError: there is no usable answer; the message has the last reason.
         """
-        request = self._content(stage, content or {}, {})
-        return self._ask(dict.fromkeys(nodes, request), read)
+        known = self._content(stage, content or {}, {})
+        new = self._content(stage, content or {}, {LABELS: True})
+        said = self.labels.said
+        requests = {node: known if node in said else new for node in nodes}
+
+        def take(node: int, answer: RecordDict) -> T:
+            result = read(node, answer)
+            if node not in said:
+                said[node] = read_names(answer)
+            return result
+
+        return self._alike(self._ask(requests, take))
+
+    def _alike(self, answers: dict[int, T]) -> dict[int, T]:
+        """Return the answers of nodes whose labels have the names that are wanted."""
+        wanted = self.labels.wanted
+        said = self.labels.said
+        alike = dict[int, T]()
+        reason = ""
+        for node, answer in answers.items():
+            try:
+                check_names(said[node], wanted)
+                alike[node] = answer
+            except UpdateError as error:
+                reason = legible(f"Client {node}: {error}")
+                log(WARNING, "A client's answers are left out. %s", reason)
+        if not alike:
+            raise FedrotError(f"No client gave a usable answer. {reason}")
+        if not wanted and len({*said.values()} - {()}) > 1:
+            log(
+                WARNING,
+                "Clients' labels have different names, and no names are those of most "
+                "clients: none is left out. %s",
+                legible(str(said)),
+            )
+        return alike
 
     def ask_about(
         self,
@@ -177,6 +223,7 @@ class Clients:
                 RecordDict({**content}), dst_node_id=node, message_type=MESSAGE_TYPE
             )
             for node, content in contents.items()
+            if node not in self.without
         ]
         lazy = self.grid if isinstance(self.grid, LazyGrid) else LazyGrid(self.grid)
         replies = lazy.send_and_receive(requests, timeout=self.timeout)

@@ -15,6 +15,7 @@ from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
 from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.round.record import RoundRecord
+from fedrot.strategies.wire.label_names import KnownLabels
 
 
 class FitsTaskHead(ReplyStrategy):
@@ -54,6 +55,10 @@ class FitsTaskHead(ReplyStrategy):
     def half_way(self) -> bool:
         """Whether the model half way is a candidate."""
         return True
+
+    def known_labels(self) -> KnownLabels:
+        """Return also the names that nodes have said for a fit."""
+        return super().known_labels() if self._fitting is None else self._fitting.labels
 
     def summary(self) -> None:
         """Log that heads are fitted, then the summaries behind."""

@@ -35,6 +35,7 @@ from fedrot.strategies.wire.arrays import (
     records_of_type,
     shapes_of,
 )
+from fedrot.strategies.wire.label_names import KnownLabels
 from fedrot.strategies.wire.statistics_record import read_statistics
 from fedrot.tensors import (
     LARGEST_WEIGHT,
@@ -214,6 +215,7 @@ class Inbox:
         in_front: the name of a subclass's overriding ``aggregate_train``; empty without
             an override.
         hashes: see ``Reporting``.
+        labels: with which the names of a reply's labels are compared.
     """
 
     asked: Asked
@@ -226,6 +228,7 @@ class Inbox:
     figures: Mapping[str, float] = field(default_factory=dict)
     in_front: str = ""
     hashes: bool = False
+    labels: KnownLabels = field(default_factory=KnownLabels)
 
     def read(self, message: Message) -> Update | None:
         """Return a reply's update, or None if the reply is dropped or is an error."""
@@ -272,6 +275,7 @@ class Inbox:
                     f"The adapter's {name} is {sent!r:.60}, the server's "
                     f"{value!r:.60}. Build it with the server's LoraConfig."
                 )
+        self.labels.check(message.metadata.src_node_id, content)
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
         statistics = {}

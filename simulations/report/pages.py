@@ -67,7 +67,12 @@ def write_strategy_report(file: Path) -> Path:
         ValueError: the file was not written by a strategy.
         OSError: the file cannot be read, or the page cannot be written.
     """
-    rows = strategy_rows(file)
+    rows = read_rows(file)
+    if not rows or not all(map(_is_of_strategy, rows)):
+        raise ValueError(
+            f"'{file}' is no file of Reporting(rows=...): JSON lines, each with "
+            "'round'."
+        )
     page = file.with_suffix(".html")
     if page.exists() and "<title>fedrot: " not in page.read_text("utf-8", "replace"):
         raise FileExistsError(
@@ -96,22 +101,6 @@ def write_strategy_report(file: Path) -> Path:
         sentences=sentences,
         series=_series(rows),
     )
-
-
-def strategy_rows(file: Path) -> list[Row]:
-    """Return the rows of a strategy's file.
-
-    Raises:
-        ValueError: the file was not written by a strategy.
-        OSError: the file cannot be read.
-    """
-    rows = read_rows(file)
-    if not rows or not all(map(_is_of_strategy, rows)):
-        raise ValueError(
-            f"'{file}' is no file of Reporting(rows=...): JSON lines, each with "
-            "'round'."
-        )
-    return rows
 
 
 def _is_of_strategy(row: Row) -> bool:

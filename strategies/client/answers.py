@@ -125,14 +125,16 @@ class _Request:
                 name: self._labelled(_read(data, name))
                 for name in ("training", "held_out")
             }
-            return RecordDict(
-                {ROWS: MetricRecord({**counts}), **self._names(data.build)}
-            )
+            content = RecordDict({ROWS: MetricRecord({**counts})})
+            if self._config.get(LABELS):
+                content[LABELS] = labels_record(data.build())
+            return content
         if not self._task_head:
             model = _loaded(data.build(), from_arrays(self._arrays[MODEL]))
             losses = collect_losses(model, _read(data, "held_out"))
-            names = self._names(lambda: model)
-            return RecordDict({LOSSES: to_arrays(vars(losses)), **names})
+            return RecordDict(
+                {LOSSES: to_arrays(vars(losses)), LABELS: labels_record(model)}
+            )
         bodies = self._bodies()
         if bodies is None:
             return RecordDict({LACKS: ConfigRecord()})
@@ -159,12 +161,6 @@ class _Request:
             self._problem_type,
         )
         return RecordDict({LOSSES: to_arrays(vars(losses))})
-
-    def _names(self, build: Callable[[], nn.Module]) -> dict[str, ConfigRecord]:
-        """Return the record of the labels' names if the server asks for it."""
-        if not self._config.get(LABELS):
-            return {}
-        return {LABELS: labels_record(getattr(build(), "config", None))}
 
     def _bodies(self) -> list[Tensors] | None:
         """Return the request's bodies, sent or kept; None if one is lacking."""

@@ -38,9 +38,10 @@ from fedrot.strategies.wire.fitting_messages import (
 from fedrot.strategies.wire.flower_compat import failure_of
 from fedrot.strategies.wire.label_names import (
     LABELS,
-    KnownLabels,
+    Names,
     check_names,
     read_names,
+    wanted_names,
 )
 from fedrot.strategies.wire.lazy_grid import LazyGrid
 from fedrot.task_head.losses import LossSums
@@ -73,7 +74,7 @@ class Clients:
         described: the model's configuration; None for an adapter.
         trusted: whether the sums of all clients are used, also harmful ones.
         without: nodes that are not asked.
-        labels: what names they have.
+        said: names of labels by node; answers of nodes with others are left out.
     """
 
     grid: Grid
@@ -84,7 +85,7 @@ class Clients:
     described: object = None
     trusted: bool = False
     without: Collection[int] = ()
-    labels: KnownLabels = field(default_factory=KnownLabels)
+    said: dict[int, Names] = field(default_factory=dict)
 
     def ask(
         self,
@@ -95,9 +96,7 @@ class Clients:
     ) -> dict[int, T]:
         """Return what ``read`` makes of each answer, by node.
 
-        Answers are read as they arrive; warnings name the nodes without one. A node's
-        first answer says the names of its labels. Answers of nodes whose labels mean
-        something else are left out.
+        Answers are read as they arrive; warnings name the nodes without one.
 
         Args:
             content: sent to every node, beside the configuration.
@@ -106,42 +105,8 @@ class Clients:
         Raises:
             FedrotError: there is no usable answer; the message has the last reason.
         """
-        known = self._content(stage, content or {}, {})
-        new = self._content(stage, content or {}, {LABELS: True})
-        said = self.labels.said
-        requests = {node: known if node in said else new for node in nodes}
-
-        def take(node: int, answer: RecordDict) -> T:
-            result = read(node, answer)
-            if node not in said:
-                said[node] = read_names(answer)
-            return result
-
-        return self._alike(self._ask(requests, take))
-
-    def _alike(self, answers: dict[int, T]) -> dict[int, T]:
-        """Return the answers of nodes whose labels have the names that are wanted."""
-        wanted = self.labels.wanted
-        said = self.labels.said
-        alike = dict[int, T]()
-        reason = ""
-        for node, answer in answers.items():
-            try:
-                check_names(said[node], wanted)
-                alike[node] = answer
-            except UpdateError as error:
-                reason = legible(f"Client {node}: {error}")
-                log(WARNING, "A client's answers are left out. %s", reason)
-        if not alike:
-            raise FedrotError(f"No client gave a usable answer. {reason}")
-        if not wanted and len({*said.values()} - {()}) > 1:
-            log(
-                WARNING,
-                "Clients' labels have different names, and no names are those of most "
-                "clients: none is left out. %s",
-                legible(str(said)),
-            )
-        return alike
+        request = self._content(stage, content or {}, {})
+        return self._ask(dict.fromkeys(nodes, request), read)
 
     def ask_about(
         self,
@@ -218,13 +183,16 @@ class Clients:
     def _ask(
         self, contents: Mapping[int, RecordDict], read: Callable[[int, RecordDict], T]
     ) -> dict[int, T]:
-        requests = [
-            Message(
-                RecordDict({**content}), dst_node_id=node, message_type=MESSAGE_TYPE
+        requests = []
+        for node in contents.keys() - self.without:
+            content = RecordDict({**contents[node]})
+            # Asked once, since a client has to build its model for the names.
+            if node not in self.said:
+                asking = {**content.config_records["config"], LABELS: True}
+                content["config"] = ConfigRecord(asking)
+            requests.append(
+                Message(content, dst_node_id=node, message_type=MESSAGE_TYPE)
             )
-            for node, content in contents.items()
-            if node not in self.without
-        ]
         lazy = self.grid if isinstance(self.grid, LazyGrid) else LazyGrid(self.grid)
         replies = lazy.send_and_receive(requests, timeout=self.timeout)
         asked = Asked(lazy.sent)
@@ -245,11 +213,20 @@ class Clients:
                         failure_of(reply, "fedrot.strategies.answer_with_sums")
                     )
                 asked.accept(reply)
+                if LABELS in reply.content:
+                    self.said.setdefault(node, read_names(reply.content))
                 answers[node] = read(node, reply.content)
             except Exception as error:
                 leave_out(node, refusal(error))
         for node in asked.silent:
             leave_out(node, "no answer before the timeout.")
+        wanted = wanted_names(self.described, self.said)
+        for node in [*answers]:
+            try:
+                check_names(self.said.get(node, ()), wanted)
+            except UpdateError as error:
+                del answers[node]
+                leave_out(node, error)
         if not answers:
             raise FedrotError(f"No client gave a usable answer. {last_reason}")
         return answers

@@ -8,7 +8,7 @@ rows. The lowest loss wins; a quarter of the clients cannot turn the choice
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +23,7 @@ from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.round.outbox import as_sent
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.strategies.wire.fitting_messages import half_way, hash_of
-from fedrot.strategies.wire.label_names import KnownLabels
+from fedrot.strategies.wire.label_names import Names
 from fedrot.task_head.names import adapter_task_head_of, task_head_of
 from fedrot.task_head.outputs import problem_type_of, usual_problem_type
 
@@ -38,7 +38,7 @@ def fit_task_head(
     timeout: float = 3600,
     wire: torch.dtype | None = None,
     trusted: bool = False,
-    without: Collection[int] = (),
+    without: Iterable[int] = (),
 ) -> FittedTaskHead:
     """Fit the task head of a model to the rows of all connected clients; nobody trains.
 
@@ -74,17 +74,12 @@ def fit_task_head(
     Example: ``final = fit_task_head(grid, result.arrays, model.config).arrays``
 
     Raises:
-        FedrotError: the model has no such layer; ``without`` has no ids; no client has
-            held-out rows; or no client gives a usable answer, with the last reason.
+        FedrotError: the model has no such layer; no client has held-out rows; or no
+            client gives a usable answer, with the last reason.
     """
-    if any(not isinstance(node, int) for node in without):
-        raise FedrotError(
-            f"without is {without!r:.60}; give the ids of nodes, which are whole "
-            "numbers: without=[node]."
-        )
     fitting = TaskHeadFitting(model_config, task_head, wire, trusted)
     clients = fitting.clients(grid, config or ConfigRecord(), timeout, arrays)
-    clients.without = frozenset(without)
+    clients.without = frozenset(map(int, without))
     result = fitting.fit(clients, arrays)
     result.log("Task head")
     return result
@@ -109,10 +104,8 @@ class TaskHeadFitting:
     trusted: bool
     #: By the hash of a body: the nodes that have kept it.
     kept_by: dict[str, set[int]] = field(default_factory=dict)
-    labels: KnownLabels = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.labels = KnownLabels(self.described)
+    #: By node, what it has said; nodes are asked once.
+    said: dict[int, Names] = field(default_factory=dict)
 
     def clients(
         self, grid: Grid, config: ConfigRecord, timeout: float, arrays: ArrayRecord
@@ -138,7 +131,7 @@ class TaskHeadFitting:
             )
         clients = Clients(grid, task_head, config=config, timeout=timeout)
         clients.trusted = self.trusted
-        clients.labels = self.labels
+        clients.said = self.said
         if is_adapter:
             clients.problem_type = usual_problem_type(len(weight))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from logging import INFO
 from typing import Any
 
@@ -15,7 +16,7 @@ from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
 from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.wire.label_names import KnownLabels
+from fedrot.strategies.wire.label_names import Names
 
 
 class FitsTaskHead(ReplyStrategy):
@@ -56,9 +57,10 @@ class FitsTaskHead(ReplyStrategy):
         """Whether the model half way is a candidate."""
         return True
 
-    def known_labels(self) -> KnownLabels:
-        """Return also the names that nodes have said for a fit."""
-        return super().known_labels() if self._fitting is None else self._fitting.labels
+    @property
+    def said(self) -> Mapping[int, Names]:
+        """The names of labels that nodes have said for a fit."""
+        return {} if self._fitting is None else self._fitting.said
 
     def summary(self) -> None:
         """Log that heads are fitted, then the summaries behind."""

@@ -35,7 +35,12 @@ from fedrot.strategies.wire.arrays import (
     records_of_type,
     shapes_of,
 )
-from fedrot.strategies.wire.label_names import KnownLabels
+from fedrot.strategies.wire.label_names import (
+    Names,
+    check_names,
+    read_names,
+    wanted_names,
+)
 from fedrot.strategies.wire.statistics_record import read_statistics
 from fedrot.tensors import (
     LARGEST_WEIGHT,
@@ -215,7 +220,8 @@ class Inbox:
         in_front: the name of a subclass's overriding ``aggregate_train``; empty without
             an override.
         hashes: see ``Reporting``.
-        labels: with which the names of a reply's labels are compared.
+        described: the model's configuration, for the names of its labels.
+        said: by node, the names that it has said; see ``wanted_names``.
     """
 
     asked: Asked
@@ -228,7 +234,8 @@ class Inbox:
     figures: Mapping[str, float] = field(default_factory=dict)
     in_front: str = ""
     hashes: bool = False
-    labels: KnownLabels = field(default_factory=KnownLabels)
+    described: object = None
+    said: Mapping[int, Names] = field(default_factory=dict)
 
     def read(self, message: Message) -> Update | None:
         """Return a reply's update, or None if the reply is dropped or is an error."""
@@ -275,7 +282,9 @@ class Inbox:
                     f"The adapter's {name} is {sent!r:.60}, the server's "
                     f"{value!r:.60}. Build it with the server's LoraConfig."
                 )
-        self.labels.check(message.metadata.src_node_id, content)
+        before = self.said.get(message.metadata.src_node_id, ())
+        wanted = wanted_names(self.described, self.said)
+        check_names(read_names(content) or before, wanted)
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
         statistics = {}

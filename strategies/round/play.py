@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
 from operator import attrgetter
 
@@ -24,7 +24,7 @@ from fedrot.strategies.round.update import Builder, MovedBroadcast, Update
 from fedrot.strategies.settings import Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.flower_compat import figures_of
-from fedrot.strategies.wire.label_names import KnownLabels
+from fedrot.strategies.wire.label_names import Names
 from fedrot.tensors import Tensors
 
 #: Returns all updates of a round in the order in which they are merged.
@@ -135,9 +135,10 @@ class PlaysRounds(Strategy):
         """Return the kinds of statistics that every reply of a round must have."""
         return ()
 
-    def known_labels(self) -> KnownLabels:
-        """Return with which names of labels those of replies are compared."""
-        return KnownLabels(self.model_config)
+    @property
+    def said(self) -> Mapping[int, Names]:
+        """The names of labels that nodes have said in this run."""
+        return {}
 
     def aligner(
         self, broadcast: Tensors, mean: Mean | None, record: RoundRecord
@@ -181,7 +182,8 @@ class PlaysRounds(Strategy):
             figures=figures_of(self) | figures_of(self._weighting),
             in_front=in_front,
             hashes=self.reporting.hashes,
-            labels=self.known_labels(),
+            described=self.model_config,
+            said=self.said,
         )
         order: Order | None = list if self.waits else None
         if self.waits and deterministic:

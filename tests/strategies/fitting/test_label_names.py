@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
-import fedrot
 from fedrot.errors import LONGEST_REASON, UpdateError
 from fedrot.strategies import (
     FedRot,
     FedRotLoRA,
+    Server,
     evaluate_at_clients,
     fit_task_head,
     labels_record,
@@ -36,9 +35,8 @@ from tests.strategies.fitting.classifiers import KINDS, SINGLE
 NAMES = ("anger", "joy", "fear")
 #: What a client says, and a word of why it is left out; without one it is not.
 SAID = {
-    "another order": (("joy", "anger", "fear"), "in another order"),
-    "other names": (("anger", "joy", "trust"), "are others"),
-    "more names": ((*NAMES, "trust"), "are others"),
+    "another order": (("joy", "anger", "fear"), "from 0 on, are"),
+    "other names": (("anger", "joy", "trust"), "from 2 on, are"),
     "no names": (("LABEL_0", "LABEL_1", "LABEL_2"), ""),
     "no names in another order": (("LABEL_1", "LABEL_0", "LABEL_2"), ""),
     "one without a name": (("anger", "joy", "LABEL_2"), ""),
@@ -84,7 +82,8 @@ def fitted(nodes, kind=SINGLE, names=None):
 
 
 def trained(nodes, kind=SINGLE, names=None, **given):
-    common = {"fraction_evaluate": 0.0, **given}
+    server = Server(deterministic=True)
+    common = {"fraction_evaluate": 0.0, "server": server, **given}
     if kind.adapter:
         strategy = FedRotLoRA(kind.config, **common)
     else:
@@ -140,7 +139,8 @@ def test_a_training_reply_is_compared_if_it_says_its_names(said, warnings):
 
     def saying(message):
         made = node(3)(message)
-        made.content[LABELS] = labels_record(configured(SINGLE.config, names))
+        model = SimpleNamespace(config=configured(SINGLE.config, names))
+        made.content[LABELS] = labels_record(model)
         return made
 
     nodes = [node(0), node(1), saying]
@@ -150,66 +150,55 @@ def test_a_training_reply_is_compared_if_it_says_its_names(said, warnings):
     assert largest_difference(found.arrays, expected.arrays) == 0
 
 
-def test_without_a_majority_nobody_is_left_out_and_a_warning_has_all_names(warnings):
+def test_without_a_majority_of_all_clients_nobody_is_left_out(warnings):
     swapped, _ = SAID["another order"]
     nodes = [node(index, (NAMES, swapped)[index % 2]) for index in range(4)]
     assert fitted(nodes).clients == 4
-    assert "no names are those of most clients" in warnings()
-    assert all(f"{100 + index}: (" in warnings() for index in range(4))
-    # Two of four are no majority, where the others say nothing.
-    assert fitted([*nodes[::2], *clients(("LABEL_0",) * 3)[3:] * 2]).clients == 4
+    # Liars that say something, where most say nothing, are no majority.
+    silent = [node(index, SAID["no names"][0]) for index in range(3)]
+    assert fitted([*silent, nodes[0], nodes[2], nodes[1]]).clients == 6
+    assert "labels" not in warnings().replace("their labels", "")
 
 
-@pytest.mark.parametrize("count", [2, 28, 40])
-@pytest.mark.parametrize("renamed", [False, True])
-def test_the_reason_has_both_orders_and_a_line_that_mends(count, renamed):
+@pytest.mark.parametrize("count", [2, 28])
+def test_the_reason_has_both_orders_and_a_line_that_mends(count):
     wanted = tuple(f"it's {number}" for number in range(count))
-    names = [*wanted]
-    random.Random(count).shuffle(names)
-    if renamed:
-        names = [*wanted[:-1], "another"]
-    if count == 2 and not renamed:
-        names = [*wanted[::-1]]
-    with pytest.raises(UpdateError) as found:
-        check_names(tuple(names), wanted)
+    names = wanted[::-1]
+    with pytest.raises(UpdateError, match="from 0 on") as found:
+        check_names(names, wanted)
     reason = str(found.value)
     assert len(reason) < LONGEST_REASON
-    (first, *_), before = (
-        [n for n in range(count) if names[n] != wanted[n]],
-        reason.split("Number its rows")[0],
-    )
-    assert f"from label {first} on they are {names[first]!r}" in before
-    assert f"should be {wanted[first]!r}" in before
-    for place, name in enumerate(names):
-        config = SimpleNamespace(id2label=dict(enumerate(names)))
-        scope = {"model": SimpleNamespace(config=config), "label": place}
-        exec(reason.split("build(): ")[1], scope)
-        assert label_names(config) == wanted
-        assert wanted[scope["label"]] == name or renamed
+    before, line = reason.split("build(): ")
+    assert str([*names])[:80] in before
+    for name in names:
+        model = SimpleNamespace(config=SimpleNamespace(id2label={}))
+        scope = {"model": model, "name": name}
+        exec(line, scope)
+        assert label_names(model.config) == wanted
+        assert wanted[scope["label"]] == name
+    with pytest.raises(UpdateError, match=r"from 1 on, are \['joy', 'anger'\]"):
+        check_names(("fear", "joy", "anger"), ("LABEL_0", "anger", "joy"))
 
 
 def test_names_of_clients_are_no_code_and_bounded():
     evil = ('"); import os; ("', "b\n\x1b[31m", "c" * 10_000)
     with pytest.raises(UpdateError) as found:
         check_names(evil, NAMES)
-    reason = str(found.value)
-    assert reason.isprintable()
-    assert "import os" not in reason.split("build(): ")[1]
-    assert len(reason) <= LONGEST_REASON
-    names = label_names(
-        {"id2label": {"1": "b", "0": "c" * 10_000, "10": "z", "9": "y"}}
-    )
-    assert names == ("c" * 200, "b", "y", "z")
-    content = RecordDict({LABELS: labels_record({"id2label": dict(enumerate(names))})})
-    assert read_names(content) == names
-    for config in (None, {}, {"id2label": ["a"]}, {"id2label": {0: "label_0"}}):
+    assert str(found.value).isprintable()
+    assert "import os" not in str(found.value).split("build(): ")[1]
+    assert len(str(found.value)) <= LONGEST_REASON
+    config = {"id2label": {"1": "b", "0": "a", "10": "z", "9": "y"}}
+    assert label_names(config) == ("a", "b", "y", "z")
+    for config in (None, {}, {"id2label": None}, {"id2label": {0: "label_0"}}):
         assert label_names(config) == ()
+        model = SimpleNamespace(config=config)
+        assert read_names(RecordDict({LABELS: labels_record(model)})) == ()
 
 
 @pytest.mark.parametrize(
     "names",
-    ["anger", 3, [1, 2, 3], [b"anger"], ["a" * 201], ["a"] * 10_001],
-    ids=["text", "number", "numbers", "bytes", "long", "many"],
+    [[1, 2, 3], [b"anger"], ["a" * 2**18], ["a"] * 2**17],
+    ids=["numbers", "bytes", "long", "many"],
 )
 def test_names_that_are_none_are_refused(names, warnings):
     content = RecordDict({LABELS: ConfigRecord({"names": names})})
@@ -241,5 +230,5 @@ def test_a_site_that_has_left_is_in_no_bit_of_the_head():
         assert (found.losses, found.fitted) == (expected.losses, True)
     whole = fit_task_head(FakeGrid(nodes), arrays, kind.config)
     assert largest_difference(whole.arrays, expected.arrays) > 0
-    with pytest.raises(fedrot.FedrotError, match="without"):
-        fit_task_head(FakeGrid(nodes), arrays, kind.config, without=["102"])
+    with pytest.raises(ValueError, match="hospital"):
+        fit_task_head(FakeGrid(nodes), arrays, kind.config, without=["hospital"])

@@ -29,17 +29,18 @@ def rounds_of(client: str, file: Path) -> str:
         for name in (row.get("client"), row.get("node")):
             rounds.setdefault(str(name), set()).add(row["round"])
     if client in rounds:
-        own = sorted(rounds[client])
-        last = f"round-{own[0] - 1:06}" if own[0] > 1 else "none: take the first model"
-        said = (
-            f"its updates are in rounds {', '.join(map(str, own))}, and so in every "
+        first, *_ = numbers = sorted(rounds[client])
+        last = f"round-{first - 1:06}" if first > 1 else "none: take the first model"
+        sentence = (
+            f"its updates are in rounds {', '.join(map(str, numbers))}, and so in every "
             f"later model. The last checkpoint without them: {last}."
         )
     else:
-        said = f"no model has its updates, but those of {', '.join(sorted(rounds))}."
+        others = ", ".join(sorted(rounds))
+        sentence = f"no model has its updates, but those of {others}."
     if "fedrot-head-fitted" in str(rows):
-        said += (
+        sentence += (
             " The task head was also fitted to sums, whose clients no row names. Only "
             "the first model is certainly without this client."
         )
-    return f"Client {client}: {said}"
+    return f"Client {client}: {sentence}"

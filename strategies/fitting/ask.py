@@ -74,7 +74,7 @@ class Clients:
         described: the model's configuration; None for an adapter.
         trusted: whether the sums of all clients are used, also harmful ones.
         without: nodes that are not asked.
-        said: names of labels by node; answers of nodes with others are left out.
+        names: of labels, by node; answers of nodes with others are left out.
     """
 
     grid: Grid
@@ -85,7 +85,7 @@ class Clients:
     described: object = None
     trusted: bool = False
     without: Collection[int] = ()
-    said: dict[int, Names] = field(default_factory=dict)
+    names: dict[int, Names] = field(default_factory=dict)
 
     def ask(
         self,
@@ -184,10 +184,12 @@ class Clients:
         self, contents: Mapping[int, RecordDict], read: Callable[[int, RecordDict], T]
     ) -> dict[int, T]:
         requests = []
-        for node in contents.keys() - self.without:
+        for node in contents:
+            if node in self.without:
+                continue
             content = RecordDict({**contents[node]})
             # Asked once, since a client has to build its model for the names.
-            if node not in self.said:
+            if node not in self.names:
                 asking = {**content.config_records["config"], LABELS: True}
                 content["config"] = ConfigRecord(asking)
             requests.append(
@@ -214,16 +216,16 @@ class Clients:
                     )
                 asked.accept(reply)
                 if LABELS in reply.content:
-                    self.said.setdefault(node, read_names(reply.content))
+                    self.names.setdefault(node, read_names(reply.content))
                 answers[node] = read(node, reply.content)
             except Exception as error:
                 leave_out(node, refusal(error))
         for node in asked.silent:
             leave_out(node, "no answer before the timeout.")
-        wanted = wanted_names(self.described, self.said)
+        wanted = wanted_names(self.described, self.names)
         for node in [*answers]:
             try:
-                check_names(self.said.get(node, ()), wanted)
+                check_names(self.names.get(node, ()), wanted)
             except UpdateError as error:
                 del answers[node]
                 leave_out(node, error)

@@ -104,8 +104,8 @@ class TaskHeadFitting:
     trusted: bool
     #: By the hash of a body: the nodes that have kept it.
     kept_by: dict[str, set[int]] = field(default_factory=dict)
-    #: By node, what it has said; nodes are asked once.
-    said: dict[int, Names] = field(default_factory=dict)
+    #: By node; nodes are asked once.
+    names: dict[int, Names] = field(default_factory=dict)
 
     def clients(
         self, grid: Grid, config: ConfigRecord, timeout: float, arrays: ArrayRecord
@@ -131,7 +131,7 @@ class TaskHeadFitting:
             )
         clients = Clients(grid, task_head, config=config, timeout=timeout)
         clients.trusted = self.trusted
-        clients.said = self.said
+        clients.names = self.names
         if is_adapter:
             clients.problem_type = usual_problem_type(len(weight))
         else:

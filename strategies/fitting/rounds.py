@@ -58,9 +58,9 @@ class FitsTaskHead(ReplyStrategy):
         return True
 
     @property
-    def said(self) -> Mapping[int, Names]:
+    def names_of_nodes(self) -> Mapping[int, Names]:
         """The names of labels that nodes have said for a fit."""
-        return {} if self._fitting is None else self._fitting.said
+        return {} if self._fitting is None else self._fitting.names
 
     def summary(self) -> None:
         """Log that heads are fitted, then the summaries behind."""

@@ -221,7 +221,7 @@ class Inbox:
             an override.
         hashes: see ``Reporting``.
         described: the model's configuration, for the names of its labels.
-        said: by node, the names that it has said; see ``wanted_names``.
+        names: of labels, by node, see ``wanted_names``.
     """
 
     asked: Asked
@@ -235,7 +235,7 @@ class Inbox:
     in_front: str = ""
     hashes: bool = False
     described: object = None
-    said: Mapping[int, Names] = field(default_factory=dict)
+    names: Mapping[int, Names] = field(default_factory=dict)
 
     def read(self, message: Message) -> Update | None:
         """Return a reply's update, or None if the reply is dropped or is an error."""
@@ -282,8 +282,8 @@ class Inbox:
                     f"The adapter's {name} is {sent!r:.60}, the server's "
                     f"{value!r:.60}. Build it with the server's LoraConfig."
                 )
-        before = self.said.get(message.metadata.src_node_id, ())
-        wanted = wanted_names(self.described, self.said)
+        before = self.names.get(message.metadata.src_node_id, ())
+        wanted = wanted_names(self.described, self.names)
         check_names(read_names(content) or before, wanted)
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)

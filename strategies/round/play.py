@@ -136,7 +136,7 @@ class PlaysRounds(Strategy):
         return ()
 
     @property
-    def said(self) -> Mapping[int, Names]:
+    def names_of_nodes(self) -> Mapping[int, Names]:
         """The names of labels that nodes have said in this run."""
         return {}
 
@@ -183,7 +183,7 @@ class PlaysRounds(Strategy):
             in_front=in_front,
             hashes=self.reporting.hashes,
             described=self.model_config,
-            said=self.said,
+            names=self.names_of_nodes,
         )
         order: Order | None = list if self.waits else None
         if self.waits and deterministic:

@@ -35,9 +35,11 @@ def label_names(config: Any) -> Names:
     They are empty without ``id2label``, or if all are like ``LABEL_0``.
     """
     is_dictionary = isinstance(config, Mapping)
-    own = config.get("id2label") if is_dictionary else getattr(config, "id2label", None)
+    by_place = (
+        config.get("id2label") if is_dictionary else getattr(config, "id2label", None)
+    )
     # Of a JSON file the numbers are texts.
-    names = tuple(str(own[place]) for place in sorted(own or (), key=int))
+    names = tuple(str(by_place[place]) for place in sorted(by_place or (), key=int))
     return () if all(map(_UNNAMED.fullmatch, names)) else names
 
 
@@ -72,15 +74,15 @@ def read_names(content: RecordDict) -> Names:
     return tuple(names)
 
 
-def wanted_names(config: object, said: Mapping[int, Names]) -> Names:
+def wanted_names(config: object, names: Mapping[int, Names]) -> Names:
     """Return the server's names of labels; without any those that most nodes say.
 
     Args:
         config: the model's; None for an adapter.
-        said: by node.
+        names: by node.
     """
-    votes = Counter(said.values())
-    agreed = (names for names, count in votes.items() if 2 * count > len(said))
+    votes = Counter(names.values())
+    agreed = (order for order, count in votes.items() if 2 * count > len(names))
     return label_names(config) or next(agreed, ())
 
 

@@ -32,8 +32,8 @@ def rounds_of(client: str, file: Path) -> str:
         first, *_ = numbers = sorted(rounds[client])
         last = f"round-{first - 1:06}" if first > 1 else "none: take the first model"
         sentence = (
-            f"its updates are in rounds {', '.join(map(str, numbers))}, and so in every "
-            f"later model. The last checkpoint without them: {last}."
+            f"its updates are in rounds {', '.join(map(str, numbers))}, and so in "
+            f"every later model. The last checkpoint without them: {last}."
         )
     else:
         others = ", ".join(sorted(rounds))

@@ -35,8 +35,8 @@ from tests.strategies.fitting.classifiers import KINDS, SINGLE
 NAMES = ("anger", "joy", "fear")
 #: What a client says, and a word of why it is left out; without one it is not.
 SAID = {
-    "another order": (("joy", "anger", "fear"), "from 0 on, are"),
-    "other names": (("anger", "joy", "trust"), "from 2 on, are"),
+    "another order": (("joy", "anger", "fear"), "from number 0 on, are"),
+    "other names": (("anger", "joy", "trust"), "from number 2 on, are"),
     "no names": (("LABEL_0", "LABEL_1", "LABEL_2"), ""),
     "no names in another order": (("LABEL_1", "LABEL_0", "LABEL_2"), ""),
     "one without a name": (("anger", "joy", "LABEL_2"), ""),
@@ -164,7 +164,7 @@ def test_without_a_majority_of_all_clients_nobody_is_left_out(warnings):
 def test_the_reason_has_both_orders_and_a_line_that_mends(count):
     wanted = tuple(f"it's {number}" for number in range(count))
     names = wanted[::-1]
-    with pytest.raises(UpdateError, match="from 0 on") as found:
+    with pytest.raises(UpdateError, match="from number 0 on") as found:
         check_names(names, wanted)
     reason = str(found.value)
     assert len(reason) < LONGEST_REASON
@@ -176,7 +176,7 @@ def test_the_reason_has_both_orders_and_a_line_that_mends(count):
         exec(line, scope)
         assert label_names(model.config) == wanted
         assert wanted[scope["label"]] == name
-    with pytest.raises(UpdateError, match=r"from 1 on, are \['joy', 'anger'\]"):
+    with pytest.raises(UpdateError, match=r"from number 1 on, are \['joy', 'anger'\]"):
         check_names(("fear", "joy", "anger"), ("LABEL_0", "anger", "joy"))
 
 

@@ -95,8 +95,8 @@ def check_names(names: Names, wanted: Names) -> None:
     for place, pair in enumerate(zip(names, wanted, strict=False)):
         if len({*pair}) > 1 and not any(map(_UNNAMED.fullmatch, pair)):
             raise UpdateError(
-                f"Its labels, from number {place} on, are {[*names[place:]]!s:.90}. "
-                "Number its rows in the server's order, and name them so in build(): "
-                f"names = {[*wanted]}; label = names.index(name); model.config.id2label = "
+                f"Its labels, from number {place} on, are {[*names[place:]]!s:.60}. "
+                f"Number its rows so, and name them so in build(): names = {[*wanted]}"
+                "; label = names.index(name); model.config.id2label = "
                 "dict(enumerate(names))"
             )

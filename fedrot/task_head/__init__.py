@@ -20,6 +20,7 @@ from fedrot.task_head.losses import (
 )
 from fedrot.task_head.names import adapter_task_head_of, task_head_of
 from fedrot.task_head.outputs import problem_type_of
+from fedrot.task_head.site_head import collect_counts, site_head, site_shift
 from fedrot.task_head.sums import ClassSums, collect_classes
 
 __all__ = [
@@ -29,11 +30,14 @@ __all__ = [
     "adapter_task_head_of",
     "best_temperature",
     "collect_classes",
+    "collect_counts",
     "collect_losses",
     "compare_losses",
     "fitted_task_head",
     "fitted_task_heads",
     "problem_type_of",
+    "site_head",
+    "site_shift",
     "task_head_of",
     "with_task_head",
     "with_temperature",

@@ -77,6 +77,17 @@ class OutputKind(ABC):
         return torch.ones(1)
 
     @abstractmethod
+    def priors(self, counts: Tensor) -> Tensor:
+        """Return the shares in the bias of a head that is fitted, ``[outputs]``.
+
+        Half a row stands for a class that no row has. A regression has none, ``[0]``.
+        """
+
+    @abstractmethod
+    def shift(self, priors: Tensor, counts: Tensor, strength: float) -> Tensor:
+        """Return what a site adds; see ``fedrot.task_head.site_shift``."""
+
+    @abstractmethod
     def check(
         self, counts: Tensor, sums: Tensor, squares: Tensor, covariance: Tensor
     ) -> str:
@@ -176,6 +187,12 @@ class Numbers(_ValuePerOutput):
     def sizes(self, counts: Tensor) -> Tensor:
         return counts[:1]
 
+    def priors(self, counts: Tensor) -> Tensor:
+        return counts[:0]
+
+    def shift(self, priors: Tensor, counts: Tensor, strength: float) -> Tensor:
+        return counts[1:] / (counts[0] + strength)
+
     def units(self, counts: Tensor) -> Tensor:
         """Return the deviations of the labels, 1 for labels that are all 0.
 
@@ -211,6 +228,18 @@ class SeveralLabels(_ValuePerOutput):
 
     def _allowed(self, values: Tensor) -> Tensor:
         return (values == 0) | (values == 1)
+
+    def priors(self, counts: Tensor) -> Tensor:
+        n, labelled = counts[0], counts[1:]
+        half = torch.where(self.absent(counts), 0.5, 0.0)
+        return (labelled + half) / (n + 2 * half)
+
+    def shift(self, priors: Tensor, counts: Tensor, strength: float) -> Tensor:
+        n, labelled = counts[0], counts[1:]
+        pairs = torch.stack([labelled, n - labelled])
+        priors = torch.stack([priors, 1 - priors])
+        with_label, without = _log_ratios(priors, pairs, strength)
+        return with_label - without
 
     def absent(self, counts: Tensor) -> Tensor:
         return (counts[1:] == 0) | (counts[1:] == counts[0])
@@ -288,6 +317,12 @@ class OneClass(OutputKind):
     fewest_outputs = 2
     by_class = True
 
+    def priors(self, counts: Tensor) -> Tensor:
+        return torch.where(counts > 0, counts, 0.5) / counts.sum()
+
+    def shift(self, priors: Tensor, counts: Tensor, strength: float) -> Tensor:
+        return _log_ratios(priors, counts, strength)
+
     def absent(self, counts: Tensor) -> Tensor:
         return counts == 0
 
@@ -356,6 +391,17 @@ class OneClass(OutputKind):
 
     def right(self, logits: Tensor, labels: Tensor) -> Tensor:
         return logits.argmax(-1) == labels
+
+
+def _log_ratios(priors: Tensor, counts: Tensor, strength: float) -> Tensor:
+    """Return the logarithms of a site's shares, divided by those of all rows.
+
+    A class is along the first axis.
+    """
+    smallest = priors[priors > 0].min()
+    known = priors.clamp(min=float(smallest))
+    own = (counts + strength * known) / (counts.sum(0) + strength)
+    return (own / known).log()
 
 
 OUTPUT_KINDS: dict[str, OutputKind] = {

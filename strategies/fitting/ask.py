@@ -229,6 +229,13 @@ class Clients:
             except UpdateError as error:
                 del answers[node]
                 leave_out(node, error)
+        orders = {*self.names.values()} - {()}
+        if not wanted and len(orders) > 1:
+            log(
+                WARNING,
+                "Clients' labels differ, and no order is that of most clients: %s",
+                legible(str(self.names)),
+            )
         if not answers:
             raise FedrotError(f"No client gave a usable answer. {last_reason}")
         return answers

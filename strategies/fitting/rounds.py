@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from logging import INFO
 from typing import Any
 
@@ -16,7 +15,7 @@ from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
 from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.wire.label_names import Names
+from fedrot.strategies.wire.label_names import Names, check_names, wanted_names
 
 
 class FitsTaskHead(ReplyStrategy):
@@ -57,10 +56,11 @@ class FitsTaskHead(ReplyStrategy):
         """Whether the model half way is a candidate."""
         return True
 
-    @property
-    def names_of_nodes(self) -> Mapping[int, Names]:
-        """The names of labels that nodes have said for a fit."""
-        return {} if self._fitting is None else self._fitting.names
+    def check_labels(self, node: int, names: Names) -> None:
+        """Use also the names that nodes have said for a fit."""
+        by_node = {} if self._fitting is None else self._fitting.names
+        wanted = wanted_names(self.model_config, by_node)
+        check_names(names or by_node.get(node, ()), wanted)
 
     def summary(self) -> None:
         """Log that heads are fitted, then the summaries behind."""

@@ -35,12 +35,7 @@ from fedrot.strategies.wire.arrays import (
     records_of_type,
     shapes_of,
 )
-from fedrot.strategies.wire.label_names import (
-    Names,
-    check_names,
-    read_names,
-    wanted_names,
-)
+from fedrot.strategies.wire.label_names import Names, read_names
 from fedrot.strategies.wire.statistics_record import read_statistics
 from fedrot.tensors import (
     LARGEST_WEIGHT,
@@ -220,8 +215,7 @@ class Inbox:
         in_front: the name of a subclass's overriding ``aggregate_train``; empty without
             an override.
         hashes: see ``Reporting``.
-        described: the model's configuration, for the names of its labels.
-        names: of labels, by node, see ``wanted_names``.
+        check_labels: raises ``UpdateError`` if a node's labels have other names.
     """
 
     asked: Asked
@@ -234,8 +228,7 @@ class Inbox:
     figures: Mapping[str, float] = field(default_factory=dict)
     in_front: str = ""
     hashes: bool = False
-    described: object = None
-    names: Mapping[int, Names] = field(default_factory=dict)
+    check_labels: Callable[[int, Names], None] = lambda node, names: None
 
     def read(self, message: Message) -> Update | None:
         """Return a reply's update, or None if the reply is dropped or is an error."""
@@ -282,9 +275,7 @@ class Inbox:
                     f"The adapter's {name} is {sent!r:.60}, the server's "
                     f"{value!r:.60}. Build it with the server's LoraConfig."
                 )
-        before = self.names.get(message.metadata.src_node_id, ())
-        wanted = wanted_names(self.described, self.names)
-        check_names(read_names(content) or before, wanted)
+        self.check_labels(message.metadata.src_node_id, read_names(content))
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
         statistics = {}

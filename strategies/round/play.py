@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from operator import attrgetter
 
@@ -24,7 +24,7 @@ from fedrot.strategies.round.update import Builder, MovedBroadcast, Update
 from fedrot.strategies.settings import Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.flower_compat import figures_of
-from fedrot.strategies.wire.label_names import Names
+from fedrot.strategies.wire.label_names import Names, check_names, label_names
 from fedrot.tensors import Tensors
 
 #: Returns all updates of a round in the order in which they are merged.
@@ -135,10 +135,14 @@ class PlaysRounds(Strategy):
         """Return the kinds of statistics that every reply of a round must have."""
         return ()
 
-    @property
-    def names_of_nodes(self) -> Mapping[int, Names]:
-        """The names of labels that nodes have said in this run."""
-        return {}
+    def check_labels(self, node: int, names: Names) -> None:
+        """Raise ``UpdateError`` if a reply's labels have other names than the model's.
+
+        Args:
+            node: that has sent the reply.
+            names: in the reply; they may be empty.
+        """
+        check_names(names, label_names(self.model_config))
 
     def aligner(
         self, broadcast: Tensors, mean: Mean | None, record: RoundRecord
@@ -182,8 +186,7 @@ class PlaysRounds(Strategy):
             figures=figures_of(self) | figures_of(self._weighting),
             in_front=in_front,
             hashes=self.reporting.hashes,
-            described=self.model_config,
-            names=self.names_of_nodes,
+            check_labels=self.check_labels,
         )
         order: Order | None = list if self.waits else None
         if self.waits and deterministic:

@@ -34,12 +34,11 @@ def label_names(config: Any) -> Names:
 
     They are empty without ``id2label``, or if all are like ``LABEL_0``.
     """
-    is_dictionary = isinstance(config, Mapping)
-    by_place = (
-        config.get("id2label") if is_dictionary else getattr(config, "id2label", None)
-    )
+    # A dictionary has no attributes.
+    settings = getattr(config, "__dict__", config) or {}
+    by_place = settings.get("id2label") or {}
     # Of a JSON file the numbers are texts.
-    names = tuple(str(by_place[place]) for place in sorted(by_place or (), key=int))
+    names = tuple(str(by_place[place]) for place in sorted(by_place, key=int))
     return () if all(map(_UNNAMED.fullmatch, names)) else names
 
 

@@ -65,7 +65,8 @@ def read_names(content: RecordDict) -> Names:
     Raises:
         UpdateError: these are no texts, or too many or too long ones.
     """
-    names: Any = records_of_type(content, ConfigRecord).get(LABELS, {}).get(NAMES, [])
+    record = records_of_type(content, ConfigRecord).get(LABELS, ConfigRecord())
+    names: Any = record.get(NAMES, [])
     if {*map(type, names)} - {str} or len(str(names)) > _LARGEST:
         raise UpdateError(
             f"'{LABELS}' is no list of names, of up to {_LARGEST} characters in all."

@@ -111,6 +111,46 @@ def sites(
             file.write(json.dumps(place | row) + "\n")
 
 
+@app.command()
+def sites_table(rows: Path, ours: str = "ours-lowest/own") -> None:
+    """Print means over the runs in ROWS of `sites`, and the best rival of every cell.
+
+    Sites with fewer than 20 training rows count in the means, not as worst site.
+    """
+    import pandas
+
+    from fedrot.simulations.cli.commands import console
+    from fedrot.simulations.report.tables import Table
+    from reproductions.heads.cell import FEWEST
+    from reproductions.heads.sites import PERSONAL
+
+    lines = rows.suffix != ".parquet"
+    frame = pandas.read_json(rows, lines=True) if lines else pandas.read_parquet(rows)
+    run = ["data", "skew", "seed"]
+    large = frame[frame["rows"] >= FEWEST]
+    frame["not worse"] = frame["gain"] + 1.96 * frame["error"] >= 0
+    frame["better"] = frame["gain"] - 1.96 * frame["error"] > 0
+    measures = ["accuracy", "balanced", "loss", "ece", "not worse", "better"]
+    means = frame.groupby(["arm", *run])[measures].mean()
+    means["worst"] = large.groupby(["arm", *run])["accuracy"].min()
+    accuracy = means["accuracy"].unstack("arm")
+    table = []
+    for arm, own in means.groupby("arm").mean().iterrows():
+        figures = [f"{own[name]:.3f}" for name in (*measures, "worst")]
+        by = ahead(accuracy, ours, str(arm))
+        table.append((str(arm), str(accuracy[arm].count()), *figures, by))
+    table.sort(key=lambda line: line[2], reverse=True)
+    cells = []
+    for (data, skew), own in accuracy.groupby(["data", "skew"]):
+        best = own[[arm for arm in PERSONAL if arm in own]].mean().idxmax()
+        figures = [f"{own[arm].mean():.3f}" for arm in (best, ours)]
+        cells.append((str(data), f"{skew:g}", best, *figures, ahead(own, ours, best)))
+    header = ("arm", "runs", *measures, "worst site", "ours above")
+    console.print(Table("", header, table, header[:1]))
+    header = ("data", "skew", "best personal rival", "accuracy", "ours", "ours above")
+    console.print(Table("", header, cells, header[:3]))
+
+
 def cost(arm: Arm, layers: int, rounds: int) -> tuple[str, str]:
     """Return gigabytes (float32) between server and clients, and a client's passes over
     rows for sums.

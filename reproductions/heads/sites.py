@@ -55,6 +55,9 @@ SITE_ARMS = (
     "ours+finetuning",
 )
 
+#: What a site can do without the priors of fedrot.
+PERSONAL = ("alone-head", "alone", "fedavg+finetuning", "fedrep", "pfedfda")
+
 #: Logits of the models of all sites at the test rows, ``[sites, rows, classes]``, by
 #: the name of an arm.
 Answers = Iterator[tuple[str, Tensor]]

@@ -96,7 +96,8 @@ class Clients:
     ) -> dict[int, T]:
         """Return what ``read`` makes of each answer, by node.
 
-        Answers are read as they arrive; warnings name the nodes without one.
+        Answers are read as they arrive; warnings name the nodes without one, and those
+        whose labels mean something else.
 
         Args:
             content: sent to every node, beside the configuration.
@@ -106,7 +107,15 @@ class Clients:
             FedrotError: there is no usable answer; the message has the last reason.
         """
         request = self._content(stage, content or {}, {})
-        return self._ask(dict.fromkeys(nodes, request), read)
+        answers = self._ask(dict.fromkeys(nodes, request), read)
+        orders = {*self.names.values()} - {()}
+        if len(orders) > 1 and not wanted_names(self.described, self.names):
+            log(
+                WARNING,
+                "Clients' labels differ, and no order is that of most clients: %s",
+                legible(str(self.names)),
+            )
+        return answers
 
     def ask_about(
         self,
@@ -229,13 +238,6 @@ class Clients:
             except UpdateError as error:
                 del answers[node]
                 leave_out(node, error)
-        orders = {*self.names.values()} - {()}
-        if not wanted and len(orders) > 1:
-            log(
-                WARNING,
-                "Clients' labels differ, and no order is that of most clients: %s",
-                legible(str(self.names)),
-            )
         if not answers:
             raise FedrotError(f"No client gave a usable answer. {last_reason}")
         return answers

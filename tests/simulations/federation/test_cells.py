@@ -289,7 +289,10 @@ def test_what_is_recorded(play):
     sizes = [len(rows) for rows in played.clients()]
     found = played.values
     scopes = {"central", "messages", "round", "client:0", "client:1"}
-    assert {row["scope"] for row in played.rows} == scopes
+    of_sites = {row["scope"] for row in played.rows if row["scope"][:3] == "own"}
+    names = ("own", "own-global", "own-alone")
+    assert of_sites == {f"{name}:{client}" for name in names for client in (0, 1)}
+    assert {row["scope"] for row in played.rows} == scopes | of_sites
     assert all(row.keys() == {*FIELDS} for row in played.rows)
     start = found("accuracy", strategy="fedavg")["fedavg", "central", 0, 0]
     for client, size in enumerate(sizes):

@@ -57,7 +57,7 @@ def test_every_task_has_an_experiment_of_its_own(task):
         ({"unseen_data": "c"}, "fedavg aligned"),
         ({"task": "clm"}, "fedavg aligned"),
         (OF_LORA, "fedavg exact head_only fit_head alone"),
-        (OF_RANKS, "exact head_only"),
+        (OF_RANKS, "exact head_only alone"),
         ({"model": "smollm2", "task": "clm", "lora": LORA}, "fedavg exact"),
     ],
 )

@@ -227,13 +227,13 @@ def test_the_page_stands_beside_its_file(tmp_path):
     )
 
 
-def live_site(site, rows, alone, ours, **more):
+def live_site(site, rows, before, after, **more):
     """Return a site's row of a live run in its second round."""
     scores = {
         name: {"loss": 2 - accuracy, "accuracy": accuracy, "macro_f1": 0.1}
-        for name, accuracy in (("alone", alone), ("global", 0.25), ("own", ours))
+        for name, accuracy in (("alone", before), ("global", 0.25), ("own", after))
     }
-    gain = [ours - alone, ours - alone - 0.1, ours - alone + 0.05]
+    gain = [after - before + shift for shift in (0, -0.1, 0.05)]
     told = {"round": 2, "stage": "site", "client": 70, "training": 90, "chose": False}
     counted = {"rows": rows, "classes": {"joy": [60, 9]}, "gain": gain}
     return {**told, "site": site, **counted, **scores, **more}

@@ -106,30 +106,30 @@ def gains_of(frame: DataFrame, experiment: Row, headline: str) -> SiteGains | No
         ["of", "strategy", "seed", "site"]
     )
     everywhere = table[table["of"] == GLOBAL].groupby("strategy")["value"].mean()
-    values = {
-        str(name): part.set_index(["seed", "site"])["value"]
-        for name, part in table[table["of"] != GLOBAL].groupby("strategy", sort=False)
-    }
-    ways = [name for name in (_HEAD, _TRAINED) if name in values]
+    grid = table[table["of"] != GLOBAL].pivot(
+        index=["seed", "site"], columns="strategy", values="value"
+    )
+    ways = [name for name in (_HEAD, _TRAINED) if name in grid]
     if not ways:
         return None
-    alone = max(ways, key=lambda name: sign * values[name].mean())
+    alone = max(ways, key=lambda name: sign * grid[name].mean())
+    differences = grid.sub(grid[alone], axis="index")
+    units = differences.groupby("seed" if seeds > 1 else "site").mean()
+    differences = differences.groupby("site").mean()
+    grid = grid.groupby("site").mean()
     gains = {}
-    for name in dict.fromkeys([*ways, *values]):
-        by_site = values[name].groupby("site").mean()
-        differences = (values[name] - values[alone]).dropna()
-        differences_by_site = differences.groupby("site").mean()
-        unit = "seed" if seeds > 1 else "site"
+    for name in filter(grid.__contains__, [*ways, *experiment["strategies"]]):
+        signed = sign * differences[name]
         gains[name] = SiteGain(
-            values=by_site,
+            values=grid[name],
             everywhere=everywhere.get(name, float("nan")),
-            worst=str((sign * by_site).fillna(float("-inf")).idxmin()),
-            differences=differences_by_site,
+            worst=str((sign * grid[name]).fillna(float("-inf")).idxmin()),
+            differences=differences[name],
             against=paired_difference(
-                [*differences.groupby(unit).mean()], lower_is_better=sign < 0
+                [*units[name].dropna()], lower_is_better=sign < 0
             ),
-            better=int((sign * differences_by_site > 0).sum()),
-            worse=int((sign * differences_by_site < 0).sum()),
+            better=int((signed > 0).sum()),
+            worse=int((signed < 0).sum()),
         )
     over = f"{seeds} seeds" if seeds > 1 else f"{len(rows)} sites"
     return SiteGains(metric, sign, alone, gains, rows, over)

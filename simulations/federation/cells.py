@@ -54,7 +54,7 @@ class CellRun(Cell):
     ``grid`` has the clients that take part (None while the cell is only checked). Files
     go to the folder ``scratch``, through which clients on this machine share trainings.
     The model after the last round goes to the folder ``save``. ``priors`` are in the
-    bias of its head, if it was fitted at the end.
+    bias of its head, if it was fitted.
     """
 
     grid: Any = None
@@ -150,7 +150,7 @@ class CellRun(Cell):
     ) -> ArrayRecord:
         """Return a model with the better of its task head and the fitted one."""
         result = self.fit(self.grid, arrays, model, server_round)
-        self.priors.extend(getattr(result, "priors", ()))
+        self.priors[:] = getattr(result, "priors", ())
         self.record("round", self.experiment.rounds, result.metrics())
         return result.arrays
 
@@ -218,6 +218,7 @@ class CellStrategy(ReplyStrategy):
                 f"{self.cell.title}. Flower's log says which clients failed, and why "
                 "replies were dropped."
             )
+        self.cell.priors[:] = getattr(self, "priors", ())
         last = server_round == self.cell.experiment.rounds
         if last and self.cell.strategy.fit_at_end:
             arrays = self.cell.with_fitted_task_head(server_round, arrays, self.network)

@@ -11,6 +11,7 @@ from fedrot.simulations.report.tables import (
     format_difference,
     format_interval,
     number,
+    of_rows,
     spoken,
 )
 from fedrot.simulations.site_gains import FEW_ROWS
@@ -130,23 +131,22 @@ def _who_gains(verdict: Verdict) -> Iterator[str]:
     ours, sites = verdict.for_sites, verdict.sites
     if ours is None or sites is None:
         return
-    gains = sites.gains[ours.name].differences
-    ordered = [*(sites.sign * gains).sort_values(ascending=False).index]
-    texts = [f"{site} {number(gains[site], '+')}" for site in ordered]
+    gains = sites.sign * sites.gains[ours.name].differences
+    texts = [
+        f"{site} {number(sites.sign * gain, '+')} ({of_rows(sites.rows[site])})"
+        for site, gain in gains.sort_values(ascending=False).items()
+    ]
     half = MOST_NAMED // 2
     if len(texts) > MOST_NAMED:
         texts[half:-half] = ["..."]
-    yield f"Gains of sites by {ours.name}, the largest first: {', '.join(texts)}"
-    few = [str(site) for site in ordered if sites.rows[site] < FEW_ROWS]
-    if few:
-        yield f"Fewer than {FEW_ROWS} test rows, a gain may be luck: {', '.join(few)}"
+    yield (
+        f"Sites by what {ours.name} gains beside alone (test rows; few are below "
+        f"{FEW_ROWS}): {', '.join(texts)}"
+    )
     best = sites.best(sites.gains)
     if best != ours.name:
-        means = {name: sites.gains[name].values.mean() for name in (best, ours.name)}
-        yield (
-            f"Best on own rows: {best}, {spoken(sites.metric)} {number(means[best])}, "
-            f"{ours.name} {number(means[ours.name])}"
-        )
+        mean = number(sites.gains[best].values.mean())
+        yield f"Best on own rows: {best}, {spoken(sites.metric)} {mean}"
 
 
 def _unfitted(verdict: Verdict) -> Iterator[str]:

@@ -84,7 +84,7 @@ def _for_sites(verdict: Verdict) -> str:
         f"; on all labels {spoken(headline)} {number(ours.mean(headline))}; on their "
         f"own rows {texts.get(gain.against.verdict, undecided)} of "
         f"{len(gain.differences)}, by {spoken(sites.metric)} "
-        f"{format_interval(gain.against, '+')} (mean over sites, interval over "
+        f"{format_interval(gain.against, '+')} (mean over sites, 95 % interval over "
         f"{sites.over}, against {sites.alone})"
     )
 

@@ -20,7 +20,8 @@ Number = Annotated[
 class SiteRow(BaseModel):
     """A row of the stage ``site``, see ``docs/reference/metrics.md``.
 
-    ``alone``, ``model`` (the global one) and ``own`` have metrics by name.
+    ``alone``, ``of_all`` (the global head) and ``of_site`` (its own) have metrics by
+    name.
     """
 
     round: int
@@ -29,8 +30,8 @@ class SiteRow(BaseModel):
     rows: int
     chose: bool
     alone: dict[str, Number]
-    model: dict[str, Number] = Field(alias="global")
-    own: dict[str, Number]
+    of_all: dict[str, Number] = Field(alias="global")
+    of_site: dict[str, Number] = Field(alias="own")
     gain: tuple[Number, Number, Number]
 
     @property
@@ -41,7 +42,7 @@ class SiteRow(BaseModel):
     @property
     def metric(self) -> str:
         """The metric of the gain: the accuracy; of a regression the loss."""
-        return "accuracy" if "accuracy" in self.own else "loss"
+        return "accuracy" if "accuracy" in self.of_site else "loss"
 
     def of(self, metrics: dict[str, float]) -> float:
         """Return the value of the metric; NaN if unknown."""

@@ -145,7 +145,9 @@ def live_table(rows: Iterable[SiteRow]) -> Table:
     lines = []
     for row in rows:
         mean, low, high = (number(value, "+") for value in row.gain)
-        values = map(number, (row.of(row.alone), row.of(row.model), row.of(row.own)))
+        values = map(
+            number, (row.of(row.alone), row.of(row.of_all), row.of(row.of_site))
+        )
         tested = of_rows(row.rows) + ", also chose" * row.chose
         lines.append((row.name, tested, *values, f"{mean} [{low}, {high}]"))
     header = ("site", "test rows", "alone", "global head", "own head", "gain")

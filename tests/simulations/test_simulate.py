@@ -597,7 +597,7 @@ def encoder(tmp_path_factory):
     ("values", "strategies"),
     [
         ({"strategies": "fedavg,aligned,fit_head"}, 3),
-        ({"lora": '{r = [1, 3], target_modules = ["query", "value"]}'}, 2),
+        ({"lora": '{r = [1, 3], target_modules = ["query", "value"]}'}, 3),
     ],
 )
 def test_a_model_of_another_precision_runs_as_the_dry_run_says(

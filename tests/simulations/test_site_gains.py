@@ -5,11 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from scipy import stats
+from typer.testing import CliRunner
 
+from fedrot.simulations.cli.app import app
 from fedrot.simulations.report.findings import lead, sentences
 from fedrot.simulations.report.plots import MOST_SITES, sites_plot
 from fedrot.simulations.report.tables import sites_table
 from fedrot.simulations.summary import verdicts_of
+from tests.simulations.commands import simulated
+from tests.simulations.data.files import write
 from tests.simulations.report.runs import levels, row, run_of
 
 SITES = ("Aachen", "Bremen", "Celle")
@@ -161,3 +165,47 @@ def test_the_picture_has_a_line_for_each_site_that_falls_or_rises():
     many = {str(n): (0.1, 0.2) for n in range(MOST_SITES + 1)}
     (ax,) = sites_plot(many, "accuracy", ("a", "b")).axes
     assert (len(ax.lines), len(ax.texts)) == (MOST_SITES + 1, 0)
+
+
+# As a new user sees it
+
+
+def test_the_first_screen_answers_whether_to_join_and_who_gains(tmp_path):
+    """Five sites of 60 to 600 rows, one of which has two classes."""
+    sizes = {"Aachen": 600, "Bremen": 300, "Celle": 150, "Dresden": 100, "Essen": 60}
+    sites = [site for site, size in sizes.items() for _ in range(size)]
+    # In one of two rows the last word is the class; each site has one more often.
+    classes = [
+        (row % 2 if site == "Essen" else (row % 7 + len(site)) % 4)
+        for row, site in enumerate(sites)
+    ]
+    columns = {
+        "site": sites,
+        "label": [f"class {number}" for number in classes],
+        "text": [f"a story {row % 2 and number}" for row, number in enumerate(classes)],
+    }
+    file = write(tmp_path / "five.csv", **columns)
+    out = tmp_path / "out"
+    given = ("--data", file, "--partition", "column:site", "--seeds", 1, "--rounds", 1)
+    chosen = ("--strategies", "fedavg,head_only,alone,local_finetuning")
+    limits = {"train_limit": "", "test_limit": ""}
+    simulated(out, limits, *given, *chosen)
+    shown = CliRunner().invoke(app, ["report", str(out)]).output.splitlines()
+    screen = " ".join(" ".join(shown[:24]).split())
+    first = screen.split(". ")[0]
+    for words_of_answer in (
+        "on all labels accuracy 0.",
+        "on their own rows",
+        " of 5, by accuracy",
+        "against alone (",
+    ):
+        assert words_of_answer in first, screen
+    gains = screen.split("few are below 20): ")[1].split(". ")[0]
+    assert {part.split()[0] for part in gains.split(", ") if part[0].isupper()} == {
+        *sizes
+    }
+    # One test row in five of each class, so Essen has about twelve.
+    assert ", few)" in gains.split("Essen")[1][:20]
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "Each site on its own rows" in page
+    assert all(f"{site} 0." in page for site in sizes)

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from reproductions.heads.arms import ARMS, RIVALS, Arm
+
+if TYPE_CHECKING:
+    from reproductions.heads.federation import Federation
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 OURS, METRICS = "ours-lowest", ("accuracy", "macro_f1", "loss", "ece", "worst")
@@ -41,18 +44,9 @@ def run(
 
     The upper LAYERS of MiniLM are trained; POOLING is mean or pooler.
     """
-    from transformers import BertModel
-
-    from fedrot.simulations.pretrained import loading, source_of
-    from reproductions.heads.cell import load
-    from reproductions.heads.federation import Federation
     from reproductions.heads.rounds import play
 
-    model = Path(source_of("minilm"))
-    cell = load(data, skew, seed, data_dir, model / "tokenizer.json")
-    with loading(source_of("minilm")):
-        bert = BertModel.from_pretrained(model)
-    federation = Federation(cell, bert.half().float(), layers, pooling)
+    federation = federation_of(data, skew, seed, data_dir, layers, pooling)
     place = {
         "data": data,
         "skew": skew,
@@ -67,6 +61,94 @@ def run(
         with out.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in found)
         typer.echo(found[-1])
+
+
+def federation_of(
+    data: str,
+    skew: float,
+    seed: int,
+    data_dir: Path,
+    layers: int = 3,
+    pooling: str = "mean",
+    bfloat16: bool = False,
+) -> Federation:
+    """Return a cell with MiniLM, of which the upper layers are trained."""
+    from transformers import BertModel
+
+    from fedrot.simulations.pretrained import loading, source_of
+    from reproductions.heads.cell import load
+    from reproductions.heads.federation import Federation
+
+    model = Path(source_of("minilm"))
+    cell = load(data, skew, seed, data_dir, model / "tokenizer.json")
+    with loading(source_of("minilm")):
+        # Fused attention is slow at such lengths, above all backwards.
+        bert = BertModel.from_pretrained(model, attn_implementation="eager")
+    return Federation(cell, bert.half().float(), layers, pooling, bfloat16)
+
+
+@app.command()
+def sites(
+    data: str,
+    skew: float,
+    seed: int,
+    data_dir: Annotated[Path, typer.Option(help="Folder of the data card.")],
+    out: Annotated[Path, typer.Option(help="File of rows, which is continued.")],
+    arms: Annotated[str, typer.Option(help="Names in sites.py.")] = "",
+    rates: Annotated[str, typer.Option(help="In place of RATES: alone=1e-4,...")] = "",
+    rounds: int = 5,
+) -> None:
+    """Repeat a cell on the sites' own rows, see `run`, in bfloat16."""
+    from reproductions.heads.sites import RATES, SITE_ARMS, site_rows
+
+    federation = federation_of(data, skew, seed, data_dir, bfloat16=True)
+    place = {"data": data, "skew": skew, "seed": seed}
+    pairs = [pair.split("=") for pair in rates.split(",") if pair]
+    chosen = RATES | {name: float(rate) for name, rate in pairs}
+    names = arms.split(",") if arms else SITE_ARMS
+    for row in site_rows(federation, names, rounds, chosen):
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(place | row) + "\n")
+
+
+@app.command()
+def sites_table(rows: Path, ours: str = "ours-lowest/own") -> None:
+    """Print means over the runs in ROWS of `sites`, and the best rival of every cell.
+
+    Sites with fewer than 20 training rows count in the means, not as worst site.
+    """
+    import pandas
+
+    from fedrot.simulations.cli.commands import console
+    from fedrot.simulations.report.tables import Table
+    from reproductions.heads.cell import FEWEST
+    from reproductions.heads.sites import PERSONAL
+
+    lines = rows.suffix != ".parquet"
+    frame = pandas.read_json(rows, lines=True) if lines else pandas.read_parquet(rows)
+    run = ["data", "skew", "seed"]
+    large = frame[frame["rows"] >= FEWEST]
+    frame["not worse"] = frame["gain"] + 1.96 * frame["error"] >= 0
+    frame["better"] = frame["gain"] - 1.96 * frame["error"] > 0
+    measures = ["accuracy", "balanced", "loss", "ece", "not worse", "better"]
+    means = frame.groupby(["arm", *run])[measures].mean()
+    means["worst"] = large.groupby(["arm", *run])["accuracy"].min()
+    accuracy = means["accuracy"].unstack("arm")
+    table = []
+    for arm, own in means.groupby("arm").mean().iterrows():
+        figures = [f"{own[name]:.3f}" for name in (*measures, "worst")]
+        by = ahead(accuracy, ours, str(arm))
+        table.append((str(arm), str(accuracy[arm].count()), *figures, by))
+    table.sort(key=lambda line: line[2], reverse=True)
+    cells = []
+    for (data, skew), own in accuracy.groupby(["data", "skew"]):
+        best = own[[arm for arm in PERSONAL if arm in own]].mean().idxmax()
+        figures = [f"{own[arm].mean():.3f}" for arm in (best, ours)]
+        cells.append((str(data), f"{skew:g}", best, *figures, ahead(own, ours, best)))
+    header = ("arm", "runs", *measures, "worst site", "ours above")
+    console.print(Table("", header, table, header[:1]))
+    header = ("data", "skew", "best personal rival", "accuracy", "ours", "ours above")
+    console.print(Table("", header, cells, header[:3]))
 
 
 def cost(arm: Arm, layers: int, rounds: int) -> tuple[str, str]:

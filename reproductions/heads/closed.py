@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -136,7 +138,12 @@ def scores(features: Tensor, head: Head) -> Tensor:
     return features.double() @ head[0].double().mT + head[1].double().unsqueeze(-2)
 
 
-def calibrated(features: Tensor, labels: Tensor, head: Head) -> tuple[Head, Losses]:
+def calibrated(
+    features: Tensor,
+    labels: Tensor,
+    head: Head,
+    temperatures: Sequence[float] = TEMPERATURES,
+) -> tuple[Head, Losses]:
     """Return the candidate with the lowest loss, divided by its best temperature, and
     its losses.
     """
@@ -147,7 +154,7 @@ def calibrated(features: Tensor, labels: Tensor, head: Head) -> tuple[Head, Loss
             bias / t,
         )
         for weight, bias, logits in zip(*head, scores(features, head), strict=True)
-        for t in TEMPERATURES
+        for t in temperatures
     ]
     losses, weight, bias = min(tried, key=lambda found: float(found[0].mean()))
     return (weight, bias), losses.numpy()

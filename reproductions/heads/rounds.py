@@ -13,8 +13,16 @@ import torch
 from torch import Tensor
 
 from reproductions.heads.arms import Arm
-from reproductions.heads.cell import CLIENTS
+from reproductions.heads.cell import CLIENTS, Cell
 from reproductions.heads.federation import Federation, Model, epoch
+
+
+def clients_of(
+    cell: Cell, number: int, rng: np.random.Generator | None = None
+) -> list[int]:
+    """Return the half of the clients that trains in a round."""
+    rng = rng or np.random.default_rng([cell.seed, 3, number])
+    return sorted(rng.choice(CLIENTS, CLIENTS // 2, replace=False).tolist())
 
 
 def average(
@@ -25,14 +33,14 @@ def average(
     """
     cell, ends, server = federation.cell, [], variates[-1]
     rng, batches = np.random.default_rng([cell.seed, 3, number]), cell.batches(number)
-    clients = sorted(rng.choice(CLIENTS, CLIENTS // 2, replace=False).tolist())
+    clients = clients_of(cell, number, rng)
     if arm.everyone:
-        return epoch(
-            federation.loss, flat, rng.permutation(np.concatenate(batches)), arm
-        )[0]
+        rows = rng.permutation(np.concatenate(batches))
+        return epoch(federation.loss, flat, rows, arm)[0]
     for client in clients:
         shift = -(np.maximum(cell.counts[client], 1e-8) ** -0.25) * arm.shifted
-        loss = partial(federation.loss, offset=torch.from_numpy(shift).float())
+        offset = torch.from_numpy(shift).float()
+        loss = partial(federation.loss, offset=offset)
         correction = server - variates[client] if arm.scaffold else 0.0
         end, gradient = epoch(loss, flat, batches[client], arm, correction)
         ends.append(end)
@@ -58,18 +66,33 @@ def play(federation: Federation, arm: Arm, rounds: int) -> Iterator[dict[str, An
     """Yield a row for each round, the last with measures of test rows; of untrained
     arms for round 0.
     """
+    for number, taken, model in models(federation, arm, rounds):
+        row = {"round": number, "held_loss": model.losses.mean()}
+        if number:
+            row["taken"] = taken
+        last = number == rounds or not arm.rate
+        yield row | federation.measure(model) if last else row
+
+
+def models(
+    federation: Federation, arm: Arm, rounds: int
+) -> Iterator[tuple[int, str, Model]]:
+    """Yield the number, the candidate that is taken, and the model of each round; of
+    untrained arms the first model.
+    """
     model = federation.evaluate(federation.start, arm.start)
     if not arm.rate:
-        yield {
-            "round": 0,
-            "held_loss": model.losses.mean(),
-            **federation.measure(model),
-        }
+        yield 0, "", model
     variates = [torch.zeros_like(model.flat)] * (CLIENTS + 1)
     for number in range(1, rounds + 1) if arm.rate else ():
         new = average(federation, arm, model.flat, variates, number)
         found = candidates(federation, arm, model, new, number == rounds)
         taken = min(found, key=lambda name: found[name].losses.mean())
         model = found[taken]
-        row = {"round": number, "taken": taken, "held_loss": model.losses.mean()}
-        yield row | federation.measure(model) if number == rounds else row
+        yield number, taken, model
+
+
+def play_all(federation: Federation, arm: Arm, rounds: int) -> Model:
+    """Return the model after the last round."""
+    *_, (_, _, model) = models(federation, arm, rounds)
+    return model

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
-from transformers import BertConfig, BertModel
 from typer.testing import CliRunner
 
 from fedrot.simulations import pretrained
@@ -28,27 +27,17 @@ from reproductions.heads import __main__, cell, closed
 from reproductions.heads.arms import ARMS, Arm
 from reproductions.heads.federation import PROBE_RATES, PROBE_ROUNDS, Federation, epoch
 from reproductions.heads.rounds import average, candidates, play
+from tests.reproductions.bert import BERT, small_federation
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 torch.manual_seed(0)
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 24,
-    "intermediate_size": 32,
-    "num_attention_heads": 3,
-}
-BERT = BertModel(BertConfig(**SIZES, num_hidden_layers=4, initializer_range=0.3)).eval()
 LABELS = torch.tensor([0, 1, 2, 4] * 15)  # no row of class 3
 FEATURES = torch.randn(60, 7) + one_hot(LABELS, 7)
 
 
 @pytest.fixture
 def federation():
-    rng = np.random.default_rng(0)
-    ids = rng.integers(1, 40, (330, 8)) * (np.arange(8) < rng.integers(3, 9, (330, 1)))
-    labels = np.where(rng.random(330) < 0.7, ids[:, 0] % 3, rng.integers(0, 3, 330))
-    own = cell.Cell(ids, labels, cell.divided(labels[:230], 1.0, 5), 5)
-    return Federation(own, copy.deepcopy(BERT), 2, "mean")
+    return small_federation()
 
 
 @pytest.mark.parametrize("pooling", ["mean", "pooler"])

@@ -54,11 +54,15 @@ def posterior(rows, means, covariance, shares):
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(0, 999), st.lists(st.integers(0, 50), min_size=3, max_size=3))
-def test_a_site_head_is_bayes_rule_with_the_shares_of_the_site(seed, counts):
+@given(
+    st.integers(0, 999),
+    st.lists(st.integers(0, 50), min_size=3, max_size=3),
+    st.sampled_from([0.5, 1.0, 4.0]),
+)
+def test_a_site_head_is_bayes_rule_with_the_shares_of_the_site(seed, counts, strength):
     means, covariance, priors, rows, head = gaussians(seed)
-    shares = (np.array(counts) + priors) / (sum(counts) + 1)
-    weight, bias = site_head(head, float64(priors), float64(counts))
+    shares = (np.array(counts) + strength * priors) / (sum(counts) + strength)
+    weight, bias = site_head(head, float64(priors), float64(counts), strength=strength)
     logits = float64(rows) @ weight.mT + bias
     expected = posterior(rows, means, covariance, shares)
     assert_close(logits.log_softmax(1).numpy(), expected, atol=1e-7, rtol=1e-7)

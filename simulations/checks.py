@@ -229,9 +229,9 @@ def costs_of(
         first = (cell.trains_first, strategy.learning_rate)
         alone = strategy.kind == "alone"
         tuned = strategy.kind == "local_finetuning"
-        usual = {"name": "", "fit_at_end": False}
-        if tuned:  # Its rounds are those of another strategy.
-            usual["kind"] = "fedrot"
+        # The rounds before local fine-tuning are those of another strategy.
+        kind = "fedrot" if tuned else strategy.kind
+        usual = {"name": "", "kind": kind, "fit_at_end": False}
         unnamed = strategy.model_copy(update=usual)
         all_rounds = (first, unnamed.model_dump_json())
         shared = 0 if alone else int(first in trained)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,18 +66,14 @@ class SiteGains:
     rows: Series[float]
     over: str
 
-    def best(self, names: Iterable[str]) -> str:
-        """Return which of some names has the best mean over sites."""
-        return max(names, key=lambda name: self.sign * self.gains[name].values.mean())
+    def mean(self, name: str) -> float:
+        """Return a strategy's mean over sites; higher is better."""
+        return self.sign * float(self.gains[name].values.mean())
 
     def pairs(self, name: str) -> dict[str, tuple[float, float]]:
         """Return by site the values of alone and of a strategy."""
-        gain = self.gains[name]
-        before = gain.values - gain.differences
-        return {
-            str(site): (before[site], gain.values[site])
-            for site in before.dropna().index
-        }
+        before, after = self.gains[self.alone].values, self.gains[name].values
+        return {str(site): (before[site], after[site]) for site in after.index}
 
 
 def gains_of(frame: DataFrame, experiment: Row, headline: str) -> SiteGains | None:

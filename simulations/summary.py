@@ -182,17 +182,12 @@ class Verdict:
         It is the recommended one. As long as nothing is decided, it is the best one on
         the sites' own rows.
         """
-        if self.sites is None:
+        sites = self.sites
+        if sites is None:
             return None
-        known = {
-            standing.name: standing
-            for standing in self.standings
-            if standing.name in self.sites.gains
-        }
-        if not self.undecided:
-            return known.get(self.recommended.name)
-        best = self.sites.best([*known])
-        return known.get(best)
+        choice = self.standings if self.undecided else [self.recommended]
+        known = [standing for standing in choice if standing.name in sites.gains]
+        return max(known, key=lambda standing: sites.mean(standing.name), default=None)
 
     @property
     def code(self) -> str:

@@ -80,9 +80,10 @@ def _for_sites(verdict: Verdict) -> str:
     }
     undecided = f"{ours.name} and alone differ by noise; better with it: {gain.better}"
     headline = verdict.judged[0]
+    text = texts.get(gain.against.verdict, undecided)
     return (
-        f"; on all labels {spoken(headline)} {number(ours.mean(headline))}; on their "
-        f"own rows {texts.get(gain.against.verdict, undecided)} of "
+        f"; on all labels {ours.name} has {spoken(headline)} "
+        f"{number(ours.mean(headline))}; on their own rows {text} of "
         f"{len(gain.differences)}, by {spoken(sites.metric)} "
         f"{format_interval(gain.against, '+')} (mean over sites, 95 % interval over "
         f"{sites.over}, against {sites.alone})"
@@ -143,9 +144,9 @@ def _who_gains(verdict: Verdict) -> Iterator[str]:
         f"Sites by what {ours.name} gains beside alone (test rows; few are below "
         f"{FEW_ROWS}): {', '.join(texts)}"
     )
-    best = sites.best(sites.gains)
+    best = max(sites.gains, key=sites.mean)
     if best != ours.name:
-        mean = number(sites.gains[best].values.mean())
+        mean = number(abs(sites.mean(best)))
         yield f"Best on own rows: {best}, {spoken(sites.metric)} {mean}"
 
 

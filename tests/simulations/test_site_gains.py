@@ -62,7 +62,7 @@ def test_the_first_sentence_has_both_answers():
     # Differences .1, .1, -.05 and .14, .14, -.01: by seed .05 and .09.
     low, high = stats.t.interval(0.95, 1, 0.07, stats.sem([0.05, 0.09]))
     for words in (
-        "on all labels accuracy 0.420",
+        "on all labels fedavg has accuracy 0.420",
         "fedavg and alone differ by noise; better with it: 2 of 3",
         f"accuracy +0.070 [{low:.3f}, +{high:.3f}]",
         "interval over 2 seeds",
@@ -194,7 +194,7 @@ def test_the_first_screen_answers_whether_to_join_and_who_gains(tmp_path):
     screen = " ".join(" ".join(shown[:24]).split())
     first = screen.split(". ")[0]
     for words_of_answer in (
-        "on all labels accuracy 0.",
+        " has accuracy 0.",
         "on their own rows",
         " of 5, by accuracy",
         "against alone (",

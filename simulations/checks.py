@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.data.class_remarks import class_remarks, look_alike
+from fedrot.simulations.data.class_remarks import UNTESTED, class_remarks, look_alike
 from fedrot.simulations.data.read import listed
 from fedrot.simulations.engine import Machine
 from fedrot.simulations.experiment import Experiment
@@ -25,7 +25,6 @@ from fedrot.simulations.run_folder import Cell, Row
 from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.simulations.summary import notes_of, span
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.fitting.result import FEW
 from fedrot.symmetry import symmetry_of
@@ -99,22 +98,19 @@ def checked(experiment: Experiment) -> Checked:
     seed = experiment.seeds[0]
     sizes = [sum(counts) for counts in seeds[str(seed)]]
     sites = [task.site(seed, client) for client in range(experiment.clients)]
-    labels = task.data.test.labels
-    tested = np.nonzero(labels > 0)[1] if labels.ndim > 1 else labels
-    known = len(np.unique(tested))
-    classes = len(task.data.label_names)
+    remarks = [*_remarks(task, names, dict(zip(sites, sizes, strict=True)))]
     described = {
         **experiment.model_dump(mode="json"),
         "label_names": [*names],
         "sites": sites,
-        "scored": f"Scores know {known} of {classes} classes." * (known < classes),
+        "scored": next((remark for remark in remarks if UNTESTED in remark), ""),
         "seeds": seeds,
         "strategies": strategies,
     }
     model_bytes = sum(tensor.nbytes for tensor in tensors_of(model).values())
     sentences = [
         task.data.remarks,
-        *_remarks(task, names, dict(zip(sites, sizes, strict=True))),
+        *remarks,
         getattr(model, "remark", ""),
     ]
     sentences += [f"{note}." for note in notes_of(described)]
@@ -179,7 +175,7 @@ def _remarks(
     held_out = np.concatenate(
         [task.client_rows(seed, client)[1] for client in range(experiment.clients)]
     )
-    if TASKS[experiment.task].uses_labels:
+    if task.objective.uses_labels:
         yield from class_remarks(task.data, held_out if held_out.size else slice(None))
     counts = sizes.values()
     yield f"{len(sizes)} clients have {span(counts)} rows each (seed {seed})."
@@ -187,7 +183,7 @@ def _remarks(
         rows_of = (f"{site} {size}" for site, size in sizes.items())
         yield f"Rows by site: {listed(rows_of)}."
         yield from look_alike("sites", map(str, sizes))
-    if TASKS[experiment.task].classifies and task.data.kind == "single":
+    if task.objective.classifies and task.data.one_class:
         largest = int(np.bincount(train.labels).argmax())
         share = np.mean(task.data.test.labels == largest)
         yield (

@@ -22,15 +22,26 @@ from pydantic import (
 from fedrot.errors import FedrotError
 from fedrot.simulations.scenario import Scenario, Settings, data_names, names_in
 from fedrot.simulations.strategy import Strategy, default_strategies, named
-
-# The files of the tasks register themselves in TASKS.
-from fedrot.simulations.tasks import (  # noqa: F401
-    classification,
-    language,
-    tagging,
-    vision,
+from fedrot.simulations.tasks.classification import Classification
+from fedrot.simulations.tasks.language import (
+    CausalLanguageModelling,
+    MaskedLanguageModelling,
 )
+from fedrot.simulations.tasks.tagging import TokenClassification
 from fedrot.simulations.tasks.task_registry import TASKS, named_tasks
+from fedrot.simulations.tasks.vision import ImageClassification
+
+#: An entry here makes a class a task.
+TASKS |= {
+    task.name: task
+    for task in (
+        Classification,
+        MaskedLanguageModelling,
+        CausalLanguageModelling,
+        TokenClassification,
+        ImageClassification,
+    )
+}
 
 #: Number of clients, unless a column has them.
 CLIENTS = 4
@@ -39,7 +50,7 @@ MOST_SEEDS = 10_000
 #: Settings that some tasks have, and the trait of these tasks.
 _NEEDS = {"label_kind": "classifies", "unseen_data": "joins_domains", "lora": "peft"}
 #: Settings that have an effect only on a small model from scratch.
-OF_SMALL_MODEL = ("architecture", "layers", "width", "heads", "dropout")
+OF_SMALL_MODEL = {"architecture", "layers", "width", "heads", "dropout"}
 
 
 class Experiment(Scenario):
@@ -135,11 +146,7 @@ class Experiment(Scenario):
             if getattr(self, field) and not getattr(task, trait):
                 able = ", ".join(named_tasks(trait))
                 yield f"{field} is for task {able}, not for '{self.task}'"
-        idle = [
-            name
-            for name in OF_SMALL_MODEL
-            if getattr(self, name) != Experiment.model_fields[name].default
-        ]
+        idle = self.model_dump(include=OF_SMALL_MODEL, exclude_defaults=True)
         if self.model is None:
             if self.architecture not in task.architectures:
                 yield (
@@ -148,7 +155,7 @@ class Experiment(Scenario):
                 )
         elif idle:
             yield (
-                f"{idle[0]} is for small models from scratch, and '{self.model}' has "
+                f"{min(idle)} is for small models from scratch, and '{self.model}' has "
                 "its own"
             )
         if self.start == "different":

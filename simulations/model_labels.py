@@ -10,7 +10,7 @@ from fedrot.simulations.data.spelling import reading
 from fedrot.simulations.scenario import Settings
 
 
-def named_by_numbers(stored: Settings) -> dict[str, Any]:
+def named_by_numbers(stored: Settings) -> Settings:
     """Return the labels of a stored configuration if ``label2id`` alone names them."""
     names = stored.get("id2label") or {}
     numbers = stored.get("label2id") or {}
@@ -39,7 +39,7 @@ def places_of(labels: Sequence[str], classes: Sequence[str]) -> tuple[list[int],
     count = len(labels)
     if count == len(classes) == 1:
         return [0], False
-    numbers = [*map(str, range(count))]
+    numbers = {str(number): number for number in range(count)}
     for same in (clean, reading):
         outputs = [same(label) for label in labels]
         wanted = [same(name) for name in classes]
@@ -54,12 +54,10 @@ def places_of(labels: Sequence[str], classes: Sequence[str]) -> tuple[list[int],
     unnamed = [label.strip().lower() for label in labels] == [
         f"label_{number}" for number in numbers
     ]
-    numbered = [clean(name) for name in classes] == numbers
-    if {*places} != {-1} or not (unnamed or numbered):
+    named = [*map(clean, classes)]
+    if {*places} != {-1} or not (unnamed or named == [*numbers]):
         return places, False
     if len(classes) == count:
         return [*range(count)], True
-    places = [
-        numbers.index(name) if name in numbers else -1 for name in map(clean, classes)
-    ]
+    places = [numbers.get(name, -1) for name in named]
     return places, -1 not in places

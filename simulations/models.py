@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from fedrot.errors import FedrotError
 from fedrot.lora import adapter_tensors, load_adapter
+from fedrot.simulations.data.labels import PROBLEM_TYPES
 from fedrot.simulations.data.read import listed
 from fedrot.simulations.model_labels import labels_of, places_of
 from fedrot.simulations.pretrained import (
@@ -28,9 +29,8 @@ from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.strategies.pooled_classifier import (
     PooledClassifier,
     PooledClassifierConfig,
-    refuse_random,
-    saved_pooling,
 )
+from fedrot.strategies.stored_model import refuse_random, saved_pooling
 from fedrot.task_head.names import task_head_of
 from fedrot.tensors import Tensors
 
@@ -39,12 +39,6 @@ _INNER = ("intermediate_size", "hidden_dim", "n_inner")
 #: Standard deviation of random rows of a saved task head.
 _DEVIATION = 0.02
 _LOG = logging.getLogger("flwr")
-#: Names of classification problems in transformers, by kind of the labels.
-PROBLEM_TYPES = {
-    "single": "single_label_classification",
-    "multi": "multi_label_classification",
-    "regression": "regression",
-}
 
 
 def model_config(scenario: Scenario, data: Any) -> Any:
@@ -65,9 +59,8 @@ def model_config(scenario: Scenario, data: Any) -> Any:
         _name_outputs(settings, classes)
     if task.classifies:
         settings.problem_type = PROBLEM_TYPES[data.kind]
-        if getattr(settings, "pad_token_id", None) is None:
-            # Decoders classify with the last token that is not padding.
-            settings.pad_token_id = pad_id_of(settings)
+        # Decoders classify with the last token that is not padding.
+        settings.pad_token_id = pad_id_of(settings)
     return settings
 
 

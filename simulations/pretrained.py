@@ -73,7 +73,7 @@ def loading(model: object) -> Iterator[None]:
     except Exception as error:  # transformers raises many unrelated kinds
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason:
-            from fedrot.strategies.pooled_classifier import own_code
+            from fedrot.strategies.stored_model import own_code
 
             raise own_code(model) from error
         folder = Path(source_of(str(model)))
@@ -119,12 +119,17 @@ def pretrained_settings(model: str) -> Any:
     """
     from transformers import AutoConfig
 
-    from fedrot.strategies.pooled_classifier import stored_settings
+    # Registers the configuration of a PooledClassifier.
+    import fedrot.strategies.pooled_classifier  # noqa: F401
+    from fedrot.strategies.stored_model import stored_settings
 
     source = source_of(model)
     with loading(model):
-        labels = named_by_numbers(stored_settings(source))
-        return AutoConfig.from_pretrained(source, trust_remote_code=False, **labels)
+        return AutoConfig.from_pretrained(
+            source,
+            trust_remote_code=False,
+            **named_by_numbers(stored_settings(source)),
+        )
 
 
 def tokenizer_of(model: str) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 #: Options and other values by name.
 Settings = Mapping[str, Any]
+#: What the labels of a row are: one class, several labels, or a score.
+Kind: TypeAlias = Literal["single", "multi", "regression"]
 
 
 def names_in(text: str, is_name: Callable[[str], bool] = lambda _: False) -> list[str]:
@@ -68,7 +70,7 @@ class Scenario(BaseModel):
         None, description="Of the text (a,b: pairs), words or image."
     )
     label_column: str | None = Field(None, description="Of the label or the tags.")
-    label_kind: Literal["", "single", "multi", "regression"] = Field(
+    label_kind: Literal["", Kind] = Field(
         "", description="single, multi or regression; default: by the column's type."
     )
     train_limit: int | None = Field(None, gt=0, description="Most training rows.")

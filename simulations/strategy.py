@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Fields: TypeAlias = dict[str, Any]
 
 #: Fields that do not go with adapters.
-_WITHOUT_ADAPTERS = ("alignment", "other_basis", "aggregation", "guard")
+_WITHOUT_ADAPTERS = {"alignment", "other_basis", "aggregation", "guard"}
 
 
 class Strategy(BaseModel):
@@ -127,14 +127,13 @@ class Strategy(BaseModel):
                 f"aggregation '{self.entry.name}' needs no statistics; leave out "
                 "batches"
             )
-        idle: tuple[str, ...] = ("adapters",)
+        idle = {"adapters"}
         purpose = "adapters; give lora"
         if experiment.lora:
             idle = _WITHOUT_ADAPTERS
             purpose = "an experiment without lora"
-        for name in idle:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"'{name}' is for {purpose}")
+        for name in self.model_dump(include=idle, exclude_defaults=True):
+            raise ValueError(f"'{name}' is for {purpose}")
         # Without a number they are the values of a column, which is read later.
         if experiment.clients and not {*self.clients} <= {*range(experiment.clients)}:
             raise ValueError(

@@ -139,7 +139,7 @@ class Verdict:
         best: the strategy with the best mean of those that are better than the
             reference; the reference if no other one is better beyond noise.
         recommended: the strategy to use: the cheapest one within noise of ``best``.
-        scored: how many classes have test rows, if not all have.
+        scored: which classes have no test row, if any.
         measured: how many clients have held-out rows: ``3 of 6``.
         notes: see ``notes_of``.
         most_frequent: share of the largest class of the clients' rows; NaN without

@@ -86,13 +86,20 @@ class Aligned(ReplyStrategy):
         self.symmetry: Symmetry | None = None
         self.alignment = alignment
         self.other_bases = OtherBases(other_basis) if other_basis is not None else None
-        other = self.other_bases.options if self.other_bases is not None else None
         if self.aligns and self.other_bases is not None:
             self.waits = self.waits or self.other_bases.needs_all
         if guard is not None:
             self.comparison = comparison_of(
-                guard, alignment, other, aggregates=self.aggregation is not None
+                guard, self.all_options, aggregates=self.aggregation is not None
             )
+
+    @property
+    def all_options(self) -> list[AlignmentOptions]:
+        """What to align: the options for all replies, and those from another basis."""
+        options = [] if self.alignment is None else [self.alignment]
+        if options and self.other_bases is not None:
+            options.append(self.other_bases.options)
+        return options
 
     def summary(self) -> None:
         """Log what is aligned, then the summaries behind."""
@@ -136,10 +143,7 @@ class Aligned(ReplyStrategy):
         plan = AlignmentPlan(self.symmetry, self.alignment, self._device)
         if self.other_bases is None:
             return ToAnchor(plan, broadcast, record, mean)
-        grid = self._grid
-        exchange = (
-            ClientRequests(grid, self._config, self._timeout)
-            if grid is not None
-            else None
-        )
+        exchange = None
+        if self._grid is not None:
+            exchange = ClientRequests(self._grid, self._config, self._timeout)
         return FromOtherBases(plan, self.other_bases, broadcast, record, mean, exchange)

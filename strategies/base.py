@@ -288,8 +288,7 @@ class ReplyStrategy(PlaysRounds):
         if ours or metrics is not None:
             metrics = MetricRecord({**(metrics or {}), **ours})
         report_metrics(self.reporting, server_round, TRAIN, metrics)
-        grid = self._grid
-        record.check_start(tuple if grid is None else grid.get_node_ids)
+        record.check_start(tuple if self._grid is None else self._grid.get_node_ids)
         return arrays, metrics
 
     def aggregate_evaluate(

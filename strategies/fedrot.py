@@ -113,26 +113,26 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
                     "aggregator: let its class subclass fedrot.aggregation.Aggregator."
                 )
             self._kinds = aggregator.needs
-        if self.alignment is not None and {*self._kinds} - {TRAINED}:
-            # Clients' statistics are those of the sent update, not of its canonical
-            # form.
-            self.alignment = self.alignment.as_it_is()
-            if self.other_bases is not None:
-                self.other_bases.as_it_is()
-        self._check_rotations()
+        self._let_statistics_follow()
 
-    def _check_rotations(self) -> None:
-        other = self.other_bases.options if self.other_bases is not None else None
-        aligned = (self.alignment, other) if self.aligns else ()
-        if {*self._kinds} - {TRAINED} and any(o and o.canonical for o in aligned):
+    def _let_statistics_follow(self) -> None:
+        """Align only as statistics can follow; raise if the options say otherwise."""
+        if self.alignment is None or not {*self._kinds} - {TRAINED}:
+            return
+        # Clients' statistics are those of the sent update, not of its canonical form.
+        self.alignment = self.alignment.as_it_is()
+        if self.other_bases is not None:
+            self.other_bases.as_it_is()
+        options = self.all_options
+        if any(each.canonical for each in options):
             raise FedrotError(
                 f"The statistics '{self._kinds[0]}' cannot be brought to canonical "
                 "form. Give canonical=False, or None, in the options of alignment and "
                 "other_basis."
             )
         rotates = any(
-            o and "attention" in o.parts and o.within_heads == "rotation"
-            for o in aligned
+            "attention" in each.parts and each.within_heads == "rotation"
+            for each in options
         )
         fixed = [kind for kind in self._kinds if not kind_named(kind).follows_rotations]
         if fixed and rotates:

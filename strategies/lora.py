@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.common import log
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from fedrot.aggregation import Aggregator
@@ -75,7 +74,7 @@ class AlignedLoRA(ReplyStrategy):
 
     Raises:
         FedrotError: the settings are not those of a LoRA adapter; the base strategy is
-            not supported. In the first round: ``initial_arrays`` is not an adapter.
+            not supported. In ``start``: ``initial_arrays`` is not an adapter.
     """
 
     uses_statistics = True
@@ -103,32 +102,29 @@ class AlignedLoRA(ReplyStrategy):
         log(INFO, "\t├──> Adapters: %s", self.adapters)
         super().summary()
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Check the first model before any client trains; warn of base weights."""
-        if server_round == 1:
-            try:
-                pairs_of(arrays)
-            except UpdateError as error:
-                raise FedrotError(
-                    f"initial_arrays is not a LoRA adapter: {error}"
-                ) from error
-            # Biases that an adapter trains have such names, too.
-            base = (
-                name
-                for name in arrays
-                if ".base_layer." in name and not name.endswith(".bias")
+    def check_initial(self, arrays: ArrayRecord) -> None:
+        """Check that the first model is an adapter; warn of base weights."""
+        super().check_initial(arrays)
+        try:
+            pairs_of(arrays)
+        except UpdateError as error:
+            raise FedrotError(
+                f"initial_arrays is not a LoRA adapter: {error}"
+            ) from error
+        # Biases that an adapter trains have such names, too.
+        base = (
+            name
+            for name in arrays
+            if ".base_layer." in name and not name.endswith(".bias")
+        )
+        if name := next(base, None):
+            log(
+                WARNING,
+                "initial_arrays holds base weights ('%s'), which would be sent and "
+                "averaged in every round. Send only the adapter: "
+                "fedrot.lora.adapter_tensors(model).",
+                name,
             )
-            if name := next(base, None):
-                log(
-                    WARNING,
-                    "initial_arrays holds base weights ('%s'), which would be sent and "
-                    "averaged in every round. Send only the adapter: "
-                    "fedrot.lora.adapter_tensors(model).",
-                    name,
-                )
-        return super().configure_train(server_round, arrays, config, grid)
 
     def schema(self, broadcast: Tensors) -> Schema:
         """Return what a reply must hold: an adapter of at most the broadcast ranks."""

@@ -15,6 +15,8 @@ from fedrot.simulations.data.spelling import reading, seen
 
 #: What files have in place of a missing label; torch ignores -100.
 _NO_CLASS = re.compile(r"-1(00)?(\.0*)?|[<#]?(na|n/a|nan|nat|null|none)>?")
+#: What the classes without a test row have.
+UNTESTED = "no test row: no score knows"
 
 
 def class_remarks(
@@ -29,7 +31,7 @@ def class_remarks(
     names = np.array(data.label_names, dtype=object)
     train, test, of_clients = (
         np.bincount(labels, minlength=len(names))
-        if data.kind == "single"
+        if data.one_class
         else (labels > 0).sum(axis=0)
         for labels in (
             data.train.labels,
@@ -40,7 +42,7 @@ def class_remarks(
     missing = [bool(_NO_CLASS.fullmatch(seen(name))) for name in names]
     for which, words in (
         ((train == 0) & (test > 0), "no training row, but test rows: no model knows"),
-        ((train > 0) & (test == 0), "no test row: no score knows"),
+        (test == 0, UNTESTED),
         (
             (train > 0) & (of_clients == 0),
             "no row that a client holds out: no choice knows",

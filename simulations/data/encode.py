@@ -22,7 +22,7 @@ from fedrot.simulations.data.tokenizers import tokenizer_for
 from fedrot.simulations.models import settings_of
 from fedrot.simulations.pretrained import pad_id_of
 from fedrot.simulations.scenario import Scenario
-from fedrot.simulations.tasks.objective import Batch
+from fedrot.simulations.tasks.objective import Batch, EncodedData
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _tags_of_tokens(words: Sequence[int | None], tags: ndarray) -> ndarray:
 def encoded_texts(
     scenario: Scenario,
     data: DataSet,
-) -> tuple[DataSet, EncodedText, EncodedText]:
+) -> EncodedData:
     """Return texts, and their training and held-out rows encoded for the model."""
     tokenizer = tokenizer_for(scenario)
     pad_id = pad_id_of(settings_of(scenario, data))

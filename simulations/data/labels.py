@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -26,12 +26,17 @@ from fedrot.simulations.data.read import (
     refuse_rows,
 )
 from fedrot.simulations.data.spelling import seen
-from fedrot.simulations.scenario import Scenario
+from fedrot.simulations.scenario import Kind, Scenario
 from fedrot.simulations.tasks.task_registry import TASKS
 
-Kind: TypeAlias = Literal["single", "multi", "regression"]
+#: Names of classification problems in transformers, by kind of the labels.
+PROBLEM_TYPES = {
+    "single": "single_label_classification",
+    "multi": "multi_label_classification",
+    "regression": "regression",
+}
 METRICS_OF_KIND: Mapping[Kind, Names] = {
-    "single": ("accuracy", "macro_f1"),
+    "single": ("accuracy", "macro_f1", "ece", "calibrated_loss"),
     "multi": ("macro_f1", "micro_f1", "accuracy"),
     "regression": ("pearson", "spearman"),
 }
@@ -94,7 +99,7 @@ class DataSet:
         remarks: how labels were read and rows divided, and which files were left out.
         tags: of tagged words, ``O``, and ``B-TYPE`` and ``I-TYPE`` of every type.
         domains: of texts of several domains, those with training rows.
-        side, channels: of images, the side of a model's inputs in pixels, and 1 or 3.
+        shape: of images, a model's inputs: height and width in pixels, and channels.
     """
 
     name: str
@@ -106,8 +111,12 @@ class DataSet:
     remarks: str = ""
     tags: Names = ()
     domains: Names = ()
-    side: int = 0
-    channels: int = 0
+    shape: tuple[int, ...] = ()
+
+    @property
+    def one_class(self) -> bool:
+        """Whether the label of a row is the number of a class."""
+        return self.train.labels.dtype == np.int64
 
 
 class Rows(NamedTuple):
@@ -341,10 +350,10 @@ def _classes(
             )
     elif whole and all("label_name" in rows.table.column_names for rows in parts):
         # The first row of a class names it, and training rows come first.
-        for rows in reversed(parts):
-            texts = rows.table["label_name"].to_pylist()
-            for label, text in zip(rows.labels[::-1], reversed(texts), strict=True):
-                names[label] = clean(text)
+        texts = [
+            text for rows in parts for text in rows.table["label_name"].to_pylist()
+        ]
+        names |= zip(labels[::-1], map(clean, reversed(texts)), strict=True)
     numbers = pd.Index([*names], dtype=object).get_indexer(labels)
     return tuple(names.values()), numbers
 

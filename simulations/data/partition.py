@@ -16,7 +16,7 @@ from numpy.random import Generator, default_rng
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.data import Columns, Names
-from fedrot.simulations.data.read import clean, listed, refuse_rows
+from fedrot.simulations.data.read import clean, listed, missing, refuse_rows
 
 Rows: TypeAlias = npt.NDArray[np.int64]
 #: The rows of each client, or of each class.
@@ -49,16 +49,12 @@ def parse_partition(spec: str) -> tuple[str, Any]:
         number = float(value)
     except ValueError:
         number = math.nan
-    fits = 0 < number < math.inf
-    if kind == "pathological":
-        fits = fits and number.is_integer()
-    if not fits:
+    whole = kind == "pathological"
+    if not 0 < number < math.inf or (whole and not number.is_integer()):
         raise PartitionError(
             f"partition {spec!r}: {value!r} is no such number; choose from {SPECS}"
         )
-    if kind == "pathological":
-        return kind, int(number)
-    return kind, number
+    return kind, int(number) if whole else number
 
 
 def split_clients(
@@ -215,7 +211,7 @@ def _column_rows(
     refuse_rows(
         f"partition column:{column}",
         "no value",
-        [value is None or value != value for value in values],
+        [*map(missing, values)],
     )
     names, which = np.unique([*map(clean, values)], return_inverse=True)
     if len(names) < clients:

@@ -24,7 +24,7 @@ from fedrot.simulations.data.labels import (
 from fedrot.simulations.data.read import Content, find, refuse
 from fedrot.simulations.pretrained import pretrained_settings, source_of
 from fedrot.simulations.scenario import Scenario, Settings
-from fedrot.simulations.tasks.objective import Batch
+from fedrot.simulations.tasks.objective import Batch, EncodedData
 
 #: Largest side of a small model's images, in pixels; larger images are scaled down.
 LARGEST_SIDE = 64
@@ -64,7 +64,7 @@ class EncodedImages(Encoded):
 
 def encoded_images(
     scenario: Scenario,
-) -> tuple[DataSet, EncodedImages, EncodedImages]:
+) -> EncodedData:
     """Load images for a model's size, and encode them.
 
     They are standardised by the numbers of the model's processor, or by one half.
@@ -104,9 +104,10 @@ def encoded_images(
         side = max(max(image.size) for image in images)
         if side > 8:
             side = -(-side // 4) * 4
-        grey = all(image.mode != "RGB" for image in images)
-        channels = 1 if grey else 3
-    data = replace(data, side=side, channels=channels, remarks=" ".join(remarks))
+        modes = {image.mode for image in images}
+        channels = 3 if "RGB" in modes else 1
+    shape = (side, side, channels)
+    data = replace(data, shape=shape, remarks=" ".join(remarks))
     mean, deviation = _standard(processor, channels)
     train, test = (
         EncodedImages(split.labels, _pixels(data, split, low, high), mean, deviation)
@@ -173,13 +174,13 @@ def _standard(processor: Settings, channels: int) -> ndarray:
 
 def _pixels(data: DataSet, split: Split, low: float, high: float) -> ndarray:
     """Return the images of a split, uint8 ``[rows, side, side, channels]``."""
-    mode = "L" if data.channels == 1 else "RGB"
-    size = (data.side, data.side)
+    *size, channels = data.shape
+    mode = "L" if channels == 1 else "RGB"
     images = []
     for image in split.inputs:
         shown = _scaled(image, low, high).convert(mode)
         images.append(np.asarray(shown.resize(size, BILINEAR)))
-    return np.stack(images).reshape(-1, *size, data.channels)
+    return np.stack(images).reshape(-1, *data.shape)
 
 
 def _images(

@@ -285,12 +285,12 @@ class Source:
             refuse_rows(
                 where,
                 "no value",
-                [_missing(cell.as_py()) for cell in column],
+                [missing(cell.as_py()) for cell in column],
             )
         return chosen
 
 
-def _missing(value: Any) -> bool:
+def missing(value: Any) -> bool:
     """Return whether a value is null, NaN, blank, or a list with a null."""
     if isinstance(value, str):
         return not value.strip()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -47,7 +46,8 @@ from fedrot.strategies.wire.statistics_record import (
     wanted_statistics,
 )
 from fedrot.symmetry import symmetry_of
-from fedrot.task_head.names import adapter_task_head_of, task_head_of
+from fedrot.task_head.names import task_head_of
+from fedrot.tensors import Tensors
 
 #: Size in bytes above which a folder of shared trainings takes none of later rounds.
 KEPT_BYTES = 2**30
@@ -105,7 +105,7 @@ class ClientJob:
         """Return the client's training rows, or those that it holds out."""
         return self.task.client_rows(self.seed, self.client)[held_out]
 
-    def model(self, tensors: Mapping[str, Tensor] | None = None) -> nn.Module:
+    def model(self, tensors: Tensors | None = None) -> nn.Module:
         """Return the client's model, with these tensors or to load weights into."""
         ranks = self.task.experiment.ranks
         loads = self.settings["loads"]
@@ -182,14 +182,11 @@ def train(message: Message, context: Context) -> Message:
     (arrays,) = message.content.array_records.values()
     state, loss = _trained(job, arrays)
     known = ~np.isnan(task.data.train.labels[rows].astype(np.float32))
-    if not known.all():  # The client's data has only some of the labels.
+    # A domain has only some of the labels. Adapters know no domains.
+    if not known.all():
         received = arrays.to_torch_state_dict()
         settings = model_config(task.experiment, task.data)
-        task_head = (
-            adapter_task_head_of(received)
-            if task.experiment.lora
-            else task_head_of(settings, received)
-        )
+        task_head = task_head_of(settings, received)
         names = received.keys() & {f"{task_head}.weight", f"{task_head}.bias"}
         state, statistics = fedrot.completed(
             state,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from rich.console import Console
 
 from fedrot.simulations.checks import with_clients
+from fedrot.simulations.cli.commands import console
 from fedrot.simulations.engine import Machine
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.grids import OrderedGrid
@@ -40,6 +40,6 @@ def main(grid: Grid, context: Context) -> None:
         [experiment],
         out,
         "flwr run",
-        Console(markup=False, emoji=False, highlight=False),
+        console,
         Machine(workers=1, grid=OrderedGrid(grid, experiment.clients)),
     )

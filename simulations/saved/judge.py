@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -11,13 +11,15 @@ import torch
 import transformers
 
 from fedrot.errors import FedrotError
+from fedrot.simulations.data.labels import PROBLEM_TYPES
 from fedrot.simulations.data.read import listed
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.model_labels import places_of
-from fedrot.simulations.models import PROBLEM_TYPES, by_position
+from fedrot.simulations.models import by_position
 from fedrot.simulations.pretrained import pad_id_of
 from fedrot.simulations.saved.load import SavedModel
 from fedrot.simulations.scenario import Settings
+from fedrot.simulations.tasks.objective import Scores
 from fedrot.simulations.tasks.tagging import TokenClassification
 from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.simulations.tasks.training import Task, evaluate, step_batches, task_of
@@ -120,7 +122,7 @@ def verdict(
     """
     task, model, order, remark = judge
 
-    def scored(tensors: Tensors) -> Mapping[str, float]:
+    def scored(tensors: Tensors) -> Scores:
         # A mean has no names of tied tensors.
         model.load_state_dict(tensors, strict=False)
         return evaluate(model, task, task.test, np.arange(len(task.test)))
@@ -133,7 +135,7 @@ def verdict(
     metric = next(iter(merged_scores))
     sign = -1 if "perplexity" in metric else 1
 
-    def worth(values: Mapping[str, float]) -> float:
+    def worth(values: Scores) -> float:
         """Return what decides: equal if equal in print, NaN below all numbers."""
         rounded = np.round(sign * values[metric], 3)
         return float(np.nan_to_num(rounded, nan=-np.inf))
@@ -233,10 +235,8 @@ def _order(task: Task, saved: SavedModel) -> tuple[list[int], str]:
     classes = data.tags or data.label_names
     labels = saved.labels
     first, unnamed = places_of(labels, classes)
-    odd = -1 in first
-    if data.kind == "multi" and not data.tags:
-        odd = odd or len(classes) != len(labels)
-    if odd:
+    several = data.kind == "multi" and not data.tags
+    if -1 in first or (several and len(classes) != len(labels)):
         raise FedrotError(
             f"The data has the classes {listed(classes)}; the outputs of "
             f"'{saved.name}' are {listed(labels)}. Give data with these classes, or "

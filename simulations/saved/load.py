@@ -45,7 +45,7 @@ class SavedModel:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, or None without its files."""
-        from fedrot.strategies.pooled_classifier import optional_file
+        from fedrot.strategies.stored_model import optional_file
 
         source = source_of(self.name)
         with loading(self.name):

@@ -329,7 +329,7 @@ def _load(name: str) -> _SavedAdapter:
     return _SavedAdapter(config, settings, tensors, rank)
 
 
-def _compared(config: Any) -> dict[str, Any]:
+def _compared(config: Any) -> Settings:
     """Return the fields of a configuration, with the base written in one way.
 
     The base is a folder or a name on the hub.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fedrot.simulations.data import Names
 from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.tasks.objective import (
     Batch,
@@ -13,7 +14,6 @@ from fedrot.simulations.tasks.objective import (
     model_inputs,
     shortest_first,
 )
-from fedrot.simulations.tasks.task_registry import register
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _ROWS = 128
 
 
-@register
 class Classification(Objective):
     """Prediction of a row's label, labels or score.
 
@@ -36,17 +35,12 @@ class Classification(Objective):
     """
 
     name = "classification"
-    architectures: tuple[str, ...] = ("bert", "distilbert", "gpt2", "llama")
+    architectures: Names = ("bert", "distilbert", "gpt2", "llama")
     auto_model = "SequenceClassification"
     peft = "SEQ_CLS"
     classifies = True
     joins_domains = True
     reads_pooling = True
-
-    def __init__(self, scenario: Scenario, data: Any) -> None:
-        super().__init__(scenario, data)
-        if data.kind == "single":
-            self.metrics += ("ece", "calibrated_loss")
 
     @staticmethod
     def read(scenario: Scenario) -> EncodedData:

@@ -15,7 +15,6 @@ from fedrot.simulations.tasks.objective import (
     model_inputs,
     rows_with,
 )
-from fedrot.simulations.tasks.task_registry import register
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -81,7 +80,6 @@ class LanguageModelling(OfTokens):
         return logits, labels[labelled], labelled.sum(dim=1)
 
 
-@register
 class MaskedLanguageModelling(LanguageModelling):
     """Prediction of the masked tokens of a row.
 
@@ -176,7 +174,6 @@ class MaskedLanguageModelling(LanguageModelling):
         }
 
 
-@register
 class CausalLanguageModelling(LanguageModelling):
     """Prediction of each token of a row from those before it.
 

@@ -44,7 +44,7 @@ class Objective(ABC):
     """
 
     name: str
-    architectures: tuple[str, ...]
+    architectures: Names
     auto_model: str
     usual_data: str = BUNDLED
     peft: str = ""

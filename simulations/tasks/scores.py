@@ -10,7 +10,7 @@ import numpy as np
 from numpy import ndarray
 from scipy.special import log_softmax, softmax
 
-from fedrot.simulations.data.labels import Kind
+from fedrot.simulations.scenario import Kind
 from fedrot.simulations.tasks.objective import Scores
 from fedrot.task_head.losses import TEMPERATURES
 

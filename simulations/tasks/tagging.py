@@ -12,14 +12,12 @@ from fedrot.simulations.tasks.objective import (
     Scores,
     rows_with,
 )
-from fedrot.simulations.tasks.task_registry import register
 
 if TYPE_CHECKING:
     from numpy import ndarray
     from torch import Tensor
 
 
-@register
 class TokenClassification(OfTokens):
     """Prediction of the tag of every word at its first token.
 

@@ -33,7 +33,7 @@ from fedrot.simulations.tasks.objective import (
     model_inputs,
     shortest_first,
 )
-from fedrot.simulations.tasks.task_registry import TASKS, read_encoded
+from fedrot.simulations.tasks.task_registry import TASKS
 
 #: Number of batches that are made at once, from shuffled rows sorted by length.
 _BUCKET = 16
@@ -105,9 +105,9 @@ def task_of(experiment_json: str) -> Task:
             needs.
     """
     experiment = Experiment.model_validate_json(experiment_json)
-    data, train, test = read_encoded(experiment)
-    objective = TASKS[experiment.task](experiment, data)
-    return Task(experiment, data, objective, train, test)
+    task = TASKS[experiment.task]
+    data, train, test = task.read(experiment)
+    return Task(experiment, data, task(experiment, data), train, test)
 
 
 @lru_cache(maxsize=16)
@@ -224,17 +224,12 @@ def evaluate(
     if not len(rows):
         return task.objective.diverged()
 
-    def note(
-        _: object,
-        __: object,
-        inputs: Batch,
-        ___: object,
-    ) -> None:
+    def note(_: object, __: object, inputs: Batch) -> None:
         first = next(iter(inputs.values()))
         _report(EVALUATED * len(first))
 
     model.eval()
-    counted = model.register_forward_hook(note, with_kwargs=True)
+    counted = model.register_forward_pre_hook(note, with_kwargs=True)
     with counted, torch.inference_mode():
         return task.objective.evaluate(model, split, rows)
 
@@ -255,7 +250,7 @@ def check_labels(task: Task) -> None:
             "(--label-column)"
         )
     common = np.intersect1d(train, test)
-    if data.kind == "single" and not common.size:
+    if data.one_class and not common.size:
         raise DataError(
             f"{data.name}: training and held-out rows share no class; give both the "
             "same"

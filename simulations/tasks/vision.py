@@ -9,10 +9,8 @@ from fedrot.simulations.data import DIGITS
 from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.tasks.classification import Classification
 from fedrot.simulations.tasks.objective import EncodedData
-from fedrot.simulations.tasks.task_registry import register
 
 
-@register
 class ImageClassification(Classification):
     """Prediction of an image's label."""
 
@@ -32,10 +30,11 @@ class ImageClassification(Classification):
 
     @staticmethod
     def sizes_of_inputs(scenario: Scenario, data: Any) -> dict[str, int]:
+        side, _, channels = data.shape
         return {
-            "image_size": data.side,
-            "patch_size": _patch_size(data.side),
-            "num_channels": data.channels,
+            "image_size": side,
+            "patch_size": _patch_size(side),
+            "num_channels": channels,
         }
 
 

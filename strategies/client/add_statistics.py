@@ -114,11 +114,12 @@ def _read(
 
 def _check_names(statistics: Statistics, message: Message, content: RecordDict) -> None:
     """Refuse statistics of tensors that neither the reply nor the request has."""
-    records = [
-        *model_records(message.content).values(),
-        *model_records(content).values(),
-    ]
-    known = {name for arrays in records for name in arrays}
+    known = {
+        name
+        for part in (message.content, content)
+        for arrays in model_records(part).values()
+        for name in arrays
+    }
     for kind, by_name in statistics.items():
         odd = sorted(by_name.keys() - known)
         if odd and known:

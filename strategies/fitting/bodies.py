@@ -37,7 +37,5 @@ class Body:
 
     def has(self, node: int) -> bool:
         """Return whether the server knows that a node has the body, or its halves."""
-        if node in self.kept_by:
-            return True
         halves = [node in half.kept_by for half in self.between]
-        return bool(halves) and all(halves)
+        return node in self.kept_by or (bool(halves) and all(halves))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from logging import WARNING
 
 import torch
@@ -36,6 +37,9 @@ from fedrot.task_head.sums import ClassSums
 from fedrot.task_head.totals import LONGEST, Groups, Totals, total_without
 from fedrot.task_head.votes import FEWEST, Votes, centre, in_order
 from fedrot.tensors import compute_dtype
+
+#: Candidates by how much of a round's change their bodies have.
+ByShare = dict[float, list[Candidate[Body]]]
 
 
 class Exchange:
@@ -83,35 +87,13 @@ class Exchange:
         sums = {
             share: self._sums(body, bodies.values()) for share, body in bodies.items()
         }
-        fitted = dict[float, list[Candidate[Body]]]()
-        reason = ""
-        for share, body in bodies.items():
-            like = self._unfitted(body, share)
-            try:
-                fitted[share] = self._fitted(like, total_without((), sums[share]))
-            except FedrotError as error:
-                # The first body is compared with its own head, since it may have a
-                # fitted one without some groups. Another body is no candidate.
-                if not fitted:
-                    fitted[share] = [like]
-                    reason = str(error)
-        first, *others = fitted.values()
-        reference = reference_among(first)
+        fitted, reason = self._all_fitted(bodies, sums)
+        reference = reference_among(next(iter(fitted.values())))
         groups = next(iter(sums.values()))
-        counts = torch.stack([of_group.counts for of_group in groups.values()])
-        # Of regressions the first count is that of all rows.
-        shares = centre(counts / counts[:, :1], counts[:, 0])
-        self._units = OUTPUT_KINDS[self._clients.problem_type].units(shares)
-        without = dict[int, Candidate[Body]]()
-        if not self._clients.trusted:
-            without = self._without_each(reference, groups)
-        # Candidates with one body stand together.
-        candidates = [old, *first, *without.values()]
-        for more in others:
-            candidates += more
-        votes = self._votes(candidates, reference, [*without.values()])
-        if left_out := votes.harmful(reference, without):
-            kept = self._without(left_out, fitted, sums)
+        candidates = [*chain.from_iterable(fitted.values())]
+        votes, harmful = self._first_votes([old, *candidates], reference, groups)
+        if harmful:
+            kept = self._without(harmful, fitted, sums)
             second = self._votes([old, reference, *kept], reference)
             if not reference.fitted or second.pays(reference_among(kept), reference):
                 log(
@@ -121,16 +103,54 @@ class Exchange:
                     "labels in another order. If all sites trust each other, "
                     "trusted=True, beside fit_head=True or in fit_task_head, keeps all "
                     "sums.",
-                    self._named(left_out),
-                    len(left_out),
+                    self._named(harmful),
+                    len(harmful),
                     len(groups),
                 )
                 return self._taken(choose(second, old, kept), second)
         if not reference.fitted:
             raise UpdateError(reason)
-        for more in others:
-            first += more
-        return self._taken(choose(votes, old, first), votes)
+        return self._taken(choose(votes, old, candidates), votes)
+
+    def _all_fitted(
+        self, bodies: Mapping[float, Body], sums: Mapping[float, Groups]
+    ) -> tuple[ByShare, str]:
+        """Return candidates by share, and why no head fits the first body, if so.
+
+        The first body is then compared with its own head, since it may have a fitted
+        one without some groups. Another body without a fitted head is no candidate.
+        """
+        fitted: ByShare = {}
+        reason = ""
+        for share, body in bodies.items():
+            like = self._unfitted(body, share)
+            try:
+                fitted[share] = self._fitted(like, total_without((), sums[share]))
+            except FedrotError as error:
+                if not fitted:
+                    fitted[share] = [like]
+                    reason = str(error)
+        return fitted, reason
+
+    def _first_votes(
+        self,
+        candidates: Sequence[Candidate[Body]],
+        reference: Candidate[Body],
+        groups: Groups,
+    ) -> tuple[Votes, list[int]]:
+        """Return the losses of candidates, and the groups whose sums are harmful.
+
+        Harmful groups are those without which the ``reference`` would be better.
+        """
+        counts = torch.stack([sums.counts for sums in groups.values()])
+        # Of regressions the first count is that of all rows.
+        shares = centre(counts / counts[:, :1], counts[:, 0])
+        self._units = OUTPUT_KINDS[self._clients.problem_type].units(shares)
+        without = self._without_each(reference, groups)
+        votes = self._votes(
+            [*candidates, *without.values()], reference, without.values()
+        )
+        return votes, votes.harmful(reference, without)
 
     def _taken(self, choice: Choice[Body], votes: Votes) -> FittedTaskHead:
         """Return the model that is taken, with its head at its best temperature."""
@@ -211,7 +231,7 @@ class Exchange:
     def _without(
         self,
         left_out: Sequence[int],
-        fitted: Mapping[float, list[Candidate[Body]]],
+        fitted: ByShare,
         sums: Mapping[float, Groups],
     ) -> list[Candidate[Body]]:
         """Return candidates of all bodies, fitted without the sums of some groups.
@@ -231,11 +251,12 @@ class Exchange:
     ) -> dict[int, Candidate[Body]]:
         """Return candidates without the sums of one group each, by group.
 
-        There are none if one group is more than a quarter. The priors are those of all
-        sums, so that a head is not better or worse for other priors alone.
+        There are none if all sites trust each other, or if one group is more than a
+        quarter. The priors are those of all sums, so that a head is not better or worse
+        for other priors alone.
         """
         candidates = dict[int, Candidate[Body]]()
-        if len(groups) < FEWEST:
+        if self._clients.trusted or len(groups) < FEWEST:
             return candidates
         priors = torch.stack([sums.counts for sums in groups.values()]).sum(0)
         for group in groups:
@@ -252,11 +273,12 @@ class Exchange:
         reference: Candidate[Body],
         without: Collection[Candidate[Body]] = (),
     ) -> Votes:
-        """Return the clients' losses of candidates; those with one body stand together.
+        """Return the clients' losses of candidates.
 
         The squares of the candidates ``without`` a group are differences from the
         candidate ``reference``, which has the same body.
         """
+        # Heads of one body stand together in requests and answers.
         by_body = dict[Body, list[Candidate[Body]]]()
         for candidate in candidates:
             by_body.setdefault(candidate.body, []).append(candidate)
@@ -281,13 +303,13 @@ class Exchange:
             partial(read_losses, heads=len(candidates)),
             content,
         )
-        return Votes([*in_order(answers).values()], candidates)
+        asked = [*chain.from_iterable(by_body.values())]
+        return Votes([*in_order(answers).values()], asked)
 
     def _unfitted(self, body: Body, share: float) -> Candidate[Body]:
         """Return a body with its own head."""
-        weight, bias = task_head_names(self._clients.task_head)
+        name, bias = task_head_names(self._clients.task_head)
+        weight = body.tensors[name]
         # A layer without a bias is one with a bias of 0.
-        zero = torch.zeros(len(body.tensors[weight])).to(body.tensors[weight])
-        return Candidate(
-            body, body.tensors[weight], body.tensors.get(bias, zero), share
-        )
+        zero = weight.new_zeros(len(weight))
+        return Candidate(body, weight, body.tensors.get(bias, zero), share)

@@ -74,13 +74,13 @@ def _metrics(answers: dict[int, LossSums], first: dict[int, LossSums]) -> Metric
     new = Votes([*answers.values()], [MODEL])
     start = Votes([*first.values()], [MODEL])
     before = Votes([first[node] for node in answers], [MODEL])
-    metrics: dict[str, float] = {}
+    metrics = MetricRecord()
     for name, value in _VALUES.items():
         change = before.change(value(new), value(before))
         metrics[name] = float(start.centre(value(start)) + change)
     metrics["temperature"] = TEMPERATURES[new.temperature(MODEL)]
     metrics["rows"] = float(new.weights.sum())
-    return MetricRecord({**metrics})
+    return metrics
 
 
 #: The clients' values of every metric.

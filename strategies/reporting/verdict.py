@@ -126,9 +126,12 @@ def known_chance(reports: Iterable[AlignmentReport]) -> list[AlignmentReport]:
 
 def groups_moved(reports: Iterable[AlignmentReport], *parts: str) -> int:
     """Return how many groups were moved in all reports, of these parts or of all."""
-    groups = [group for report in reports for group in report.groups]
-    chosen = [group for group in groups if group.part in parts or not parts]
-    return sum(group.moved > 0 for group in chosen)
+    return sum(
+        group.moved > 0
+        for report in reports
+        for group in report.groups
+        if group.part in parts or not parts
+    )
 
 
 def share_removed(reports: Sequence[AlignmentReport], *parts: str) -> float:
@@ -168,7 +171,9 @@ def _against_chance(reports: Sequence[AlignmentReport]) -> str:
     shown = shares_shown(reports)
     if not shown:
         return ""
-    beyond = [name for name, (share, chance) in shown.items() if share > chance]
+    beyond = [
+        MOVEMENTS[name] for name, (share, chance) in shown.items() if share > chance
+    ]
     moved = groups_moved(reports)
     of = " of the distance" if moved else ""
     shares = "; ".join(
@@ -177,8 +182,7 @@ def _against_chance(reports: Sequence[AlignmentReport]) -> str:
     )
     if not moved:
         return f"{'too little' if beyond else 'nothing'} beyond chance ({shares})"
-    movements = [MOVEMENTS[name] for name in beyond]
-    causes = [m.cause for m in movements if groups_moved(reports, *m.parts)]
+    causes = [m.cause for m in beyond if groups_moved(reports, *m.parts)]
     return f"{shares}: {' and '.join(causes) or 'no more than chance in all'}"
 
 

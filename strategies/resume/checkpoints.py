@@ -225,9 +225,48 @@ class Checkpointing:
         """Return a round's checkpoint.
 
         Raises:
-            FedrotError: a file is changed or missing.
+            FedrotError: a file is changed, missing or a link.
         """
-        return _read(self.path(number), number)
+        folder = self.path(number)
+        model = folder / _MODEL
+        state = folder / _STATE
+        lines = folder.with_name(_LINES)
+        for path in (folder, model, state, lines):
+            if path.is_symlink() or path.is_fifo():
+                raise FedrotError(
+                    f"'{path.name}' is a link or a pipe; put the file itself there."
+                )
+        try:
+            with safe_open(state, "numpy") as file:
+                bulk = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                _check(state, _arrays_digest(bulk), file.metadata()["sha256"])
+            about = json.loads(bulk.pop(_ABOUT).tobytes())
+            if (about["format"], about["round"]) != (_FORMAT, number):
+                raise FedrotError(
+                    f"It is of round {about['round']} in format {about['format']}, but "
+                    f"this is round {number} in format {_FORMAT}."
+                )
+            _check(model, _digest(model), about["sha256"])
+            tensors = safetensors.torch.load_file(model)
+            shared = {name: tensors[tied] for name, tied in about["tied"].items()}
+            untied = {name for name, tied in about["tied"].items() if name == tied}
+            _check(model, model_hash(tensors, untied), model_hash(shared, untied))
+            result = Result(to_arrays(shared))
+            length, digest = about["lines"]
+            with lines.open("rb") as file:
+                data = file.read(length)
+            _check(lines, hashlib.sha256(data).hexdigest(), digest)
+            for metrics in map(json.loads, data.splitlines()):
+                for name in metrics.keys() & _METRICS:
+                    getattr(result, name)[metrics["round"]] = decode(metrics[name], {})
+            return Checkpoint(folder, number, result, about["state"], bulk)
+        except FedrotError:
+            raise
+        except Exception as error:
+            raise FedrotError(
+                f"'{_STATE}', or what it refers to, cannot be read, "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def path(self, number: int) -> Path:
         """Return the folder of a round's checkpoint, which need not exist."""
@@ -288,53 +327,6 @@ def _write(
         (folder / name).chmod(folder.stat().st_mode & 0o666)
         sync(folder / name)
     sync(folder)
-
-
-def _read(folder: Path, number: int) -> Checkpoint:
-    """Return a checkpoint.
-
-    Raises:
-        FedrotError: a file is changed, missing or a link.
-    """
-    model = folder / _MODEL
-    state = folder / _STATE
-    lines = folder.with_name(_LINES)
-    for path in (folder, model, state, lines):
-        if path.is_symlink() or path.is_fifo():
-            raise FedrotError(
-                f"'{path.name}' is a link or a pipe; put the file itself there."
-            )
-    try:
-        with safe_open(state, "numpy") as file:
-            bulk = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            _check(state, _arrays_digest(bulk), file.metadata()["sha256"])
-        about = json.loads(bulk.pop(_ABOUT).tobytes())
-        if (about["format"], about["round"]) != (_FORMAT, number):
-            raise FedrotError(
-                f"It is of round {about['round']} in format {about['format']}, but "
-                f"this is round {number} in format {_FORMAT}."
-            )
-        _check(model, _digest(model), about["sha256"])
-        tensors = safetensors.torch.load_file(model)
-        shared = {name: tensors[tied] for name, tied in about["tied"].items()}
-        untied = {name for name, tied in about["tied"].items() if name == tied}
-        _check(model, model_hash(tensors, untied), model_hash(shared, untied))
-        result = Result(to_arrays(shared))
-        length, digest = about["lines"]
-        with lines.open("rb") as file:
-            data = file.read(length)
-        _check(lines, hashlib.sha256(data).hexdigest(), digest)
-        for metrics in map(json.loads, data.splitlines()):
-            for name in metrics.keys() & _METRICS:
-                getattr(result, name)[metrics["round"]] = decode(metrics[name], {})
-        return Checkpoint(folder, number, result, about["state"], bulk)
-    except FedrotError:
-        raise
-    except Exception as error:
-        raise FedrotError(
-            f"'{_STATE}', or what it refers to, cannot be read, "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def _check(path: Path, actual: str, digest: str) -> None:

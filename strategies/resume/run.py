@@ -81,13 +81,18 @@ def run(
                 )
         if hasattr(strategy, "begin"):
             strategy.begin(done or (0 if killed_in_first else None))
-        rounds = _named_as(strategy)(
+        # Flower logs the name of the class.
+        named = type(type(strategy).__name__, (CheckpointedRun,), {})
+        rounds: CheckpointedRun = named(
             strategy, evaluate_fn, state, checkpoints, done, result
         )
         further: dict[str, Any] = {}
         if should_stop is not None:
-            # Flower before 1.43 has no such argument.
-            further["should_stop"] = rounds.unfinished(should_stop)
+            # Flower before 1.43 has no such argument. The rounds before ``done`` had
+            # their calls before the run was resumed.
+            further["should_stop"] = lambda number, result: (
+                number >= done and should_stop(number, result)
+            )
         result = Strategy.start(
             rounds,
             grid,
@@ -144,7 +149,8 @@ class CheckpointedRun(Strategy):
         arrays = self.result.arrays if server_round == self.done else None
         if server_round > self.done:
             arrays, metrics = self.strategy.aggregate_train(server_round, replies)
-            self.result.arrays = self.result.arrays if arrays is None else arrays
+            if arrays is not None:
+                self.result.arrays = arrays
             _note(noted, server_round, metrics)
         return arrays, noted.get(server_round)
 
@@ -183,12 +189,6 @@ class CheckpointedRun(Strategy):
             self._end_round(server_round)
         return noted.get(server_round)
 
-    def unfinished(self, should_stop: Stop) -> Stop:
-        """Return a ``should_stop`` that is called from the last finished round on."""
-        return lambda number, result: (
-            number >= self.done and should_stop(number, result)
-        )
-
     def summary(self) -> None:
         """Log the summary of the strategy."""
         self.strategy.summary()
@@ -214,11 +214,6 @@ def _note(
     """Store the metrics of a round, if there are any."""
     if metrics is not None:
         noted[number] = metrics
-
-
-def _named_as(strategy: Strategy) -> type[CheckpointedRun]:
-    """Return ``CheckpointedRun`` under a strategy's name, which Flower logs."""
-    return type(type(strategy).__name__, (CheckpointedRun,), {})
 
 
 def _restored(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from logging import INFO
 
@@ -18,23 +19,30 @@ from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.wire.flower_compat import Evaluate
 
 #: Words in the names of metrics whose lower, or higher, values are better.
-LOWER = frozenset(
-    ("loss", "perplexity", "error", "mse", "rmse", "mae", "nll", "brier", "wer", "cer")
-)
-HIGHER = frozenset(
-    (
-        "accuracy",
-        "acc",
-        "precision",
-        "recall",
-        "f1",
-        "auc",
-        "matthews",
-        "pearson",
-        "spearman",
-        "r2",
-    )
-)
+LOWER = {
+    "loss",
+    "perplexity",
+    "error",
+    "mse",
+    "rmse",
+    "mae",
+    "nll",
+    "brier",
+    "wer",
+    "cer",
+}
+HIGHER = {
+    "accuracy",
+    "acc",
+    "precision",
+    "recall",
+    "f1",
+    "auc",
+    "matthews",
+    "pearson",
+    "spearman",
+    "r2",
+}
 
 #: Names of the two results in metrics; the first is kept if values are equal.
 PLAIN = "plain"
@@ -200,7 +208,7 @@ class Comparison:
         return means[best]
 
     def _value(self, number: int, metrics: MetricRecord | None) -> float:
-        metrics = MetricRecord() if metrics is None else metrics
+        metrics = metrics or MetricRecord()
         value = metrics.get(self.guard.metric)
         if not isinstance(value, (int, float)):
             what = "has no" if value is None else "returns a list for"
@@ -214,16 +222,12 @@ class Comparison:
 
 
 def comparison_of(
-    argument: object,
-    alignment: AlignmentOptions | None,
-    other_basis: AlignmentOptions | None,
-    *,
-    aggregates: bool,
+    argument: object, options: Collection[AlignmentOptions], *, aggregates: bool
 ) -> Comparison:
     """Return the comparison for a strategy's argument ``guard``.
 
-    ``alignment`` and ``other_basis`` are the strategy's options for replies in the same
-    and in another basis; ``aggregates`` says whether it has an ``aggregation``.
+    ``options`` are all by which the strategy aligns; ``aggregates`` says whether it has
+    an ``aggregation``.
     """
     guard = Guard(argument) if isinstance(argument, str) else argument
     if not isinstance(guard, Guard):
@@ -231,13 +235,11 @@ def comparison_of(
             f"guard is a {type(argument).__name__}; give a metric's name, "
             "guard='accuracy', or a Guard."
         )
-    if alignment is None and not aggregates:
+    if not options and not aggregates:
         raise FedrotError(
             "guard compares the aligned mean with the plain mean; with alignment=None "
             "there is only the plain mean. Omit one of the two arguments."
         )
     # Canonical tensors differ even if no group is moved.
-    canonical = any(
-        o is not None and o.may_be_canonical for o in (alignment, other_basis)
-    )
+    canonical = any(each.may_be_canonical for each in options)
     return Comparison(guard, MERGED if aggregates else ALIGNED, canonical)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import DEBUG, WARNING
 from typing import Any, NamedTuple, TypeVar
@@ -34,6 +34,7 @@ from fedrot.strategies.wire.arrays import (
     model_records,
     records_of_type,
     shapes_of,
+    singly,
 )
 from fedrot.strategies.wire.statistics_record import read_statistics
 from fedrot.tensors import (
@@ -127,7 +128,7 @@ def averageable(
 def not_finite(content: RecordDict) -> str:
     """Return which metric of a content is NaN or infinite; empty if none is."""
     for metrics in records_of_type(content, MetricRecord).values():
-        for key, number in numbers_of(metrics):
+        for key, number in singly(metrics):
             if not math.isfinite(number):
                 return f"The metric '{key:.60}' is {number!r}."
     return ""
@@ -275,7 +276,7 @@ class Inbox:
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
         statistics = {}
-        if STATISTICS in records_of_type(content, ArrayRecord):
+        if STATISTICS in content:
             statistics = read_statistics(content, self.schema.shapes, self.copy)
         missing = [kind for kind in self.needs if not brings(statistics, kind)]
         if missing:
@@ -337,7 +338,7 @@ def read_weight(content: RecordDict, weighted_by_key: str, zero: bool = False) -
             f"{', '.join(metrics) or 'nothing'}). Send this metric, or name another "
             "one as weight of the clients: weighted_by_key=..."
         )
-    weight = metrics.get(weighted_by_key)
+    weight = metrics[weighted_by_key]
     smallest = 0.0 if zero and weight == 0 else SMALLEST_WEIGHT
     if not isinstance(weight, int | float) or not smallest <= weight <= LARGEST_WEIGHT:
         allowed = f"{SMALLEST_WEIGHT:g} to {LARGEST_WEIGHT:g}"
@@ -353,16 +354,9 @@ def read_weight(content: RecordDict, weighted_by_key: str, zero: bool = False) -
         raise UpdateError(
             f"The MetricRecord holds more than {_MOST_NUMBERS} keys and numbers."
         )
-    for key, number in numbers_of(metrics):
+    for key, number in singly(metrics):
         if isinstance(number, int) and abs(number) >= _LARGEST_INTEGER:
             raise UpdateError(
                 f"The metric '{key}' has an integer of more than 64 bits. Send a float."
             )
     return float(weight)
-
-
-def numbers_of(metrics: MetricRecord) -> Iterator[tuple[str, int | float]]:
-    """Yield every number of a record, also those in lists, with its key."""
-    for key, value in metrics.items():
-        for number in value if isinstance(value, list) else [value]:
-            yield key, number

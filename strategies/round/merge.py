@@ -171,7 +171,7 @@ class Averaged:
         with without_metrics(wrapped.strategy):
             arrays, _ = _aggregated(wrapped, record.number, [mean], moved)
         if arrays is not None:
-            arrays = _restored(arrays, wrapped.broadcast, integers)
+            arrays = restored(arrays, wrapped.broadcast, integers)
             if record.finite(from_arrays(arrays)):
                 return arrays, metrics
         state.clear()
@@ -193,9 +193,11 @@ class Averaged:
         sent = wrapped.broadcast
         if wrapped.wrapped_class is not FedAvg:
             sent = plain(sent)
-        if comparison is None or as_received is None:
-            return self._encoded(aggregator, sent), False
-        if is_mean and not comparison.needed(self.record):
+        if (
+            comparison is None
+            or as_received is None
+            or (is_mean and not comparison.needed(self.record))
+        ):
             return self._encoded(aggregator, sent), False
         unaligned = self._encoded(as_received, sent)
         aligned = self._encoded(aggregator, sent)
@@ -280,9 +282,9 @@ class Listed:
         if arrays is None:
             return None, metrics
         if wrapped.align:
-            arrays = _restored(arrays, wrapped.broadcast, self._integers)
+            arrays = restored(arrays, wrapped.broadcast, self._integers)
         elif arrays.keys() == wrapped.broadcast.keys():
-            arrays = _restored(arrays, wrapped.broadcast, integers_of(arrays))
+            arrays = restored(arrays, wrapped.broadcast, integers_of(arrays))
         return arrays if record.finite(from_arrays(arrays)) else None, metrics
 
     def _alike(self, wrapped: Wrapped) -> list[Update]:
@@ -320,16 +322,6 @@ def _aggregated(
                 lambda: plain(as_sent(dict(moved()), wrapped.broadcast)),
             )
     return wrapped.aggregate(number, messages)
-
-
-def _restored(
-    arrays: ArrayRecord, broadcast: ArrayRecord, integers: ArrayRecord
-) -> ArrayRecord:
-    """Return a strategy's new model encoded as the broadcast one, with ``integers``."""
-    model = restored(arrays, broadcast)
-    for name, array in integers.items():
-        model[name] = array
-    return model
 
 
 def _layout(update: Update) -> tuple[object, ...]:

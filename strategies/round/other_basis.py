@@ -352,12 +352,13 @@ class FromOtherBases(ToAnchor):
         """
         alignments = dict(self._matched)
         rule = self.rule_at(self._base, None)
-        rest = [update for update in updates if update.question not in alignments]
         for update in updates:
-            if update.question in alignments:
+            if update.question in self._matched:
                 moved = alignments[update.question].move(self.there(update.tensors))
                 rule.include(moved, update.weight)
-        for update in rest:
+        for update in updates:
+            if update.question in self._matched:
+                continue
             tensors = self.there(update.tensors)
             with suppress(UpdateError):
                 alignment = rule.align(tensors)

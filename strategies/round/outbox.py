@@ -83,8 +83,8 @@ def as_sent(tensors: TensorDict, sent: ArrayRecord) -> ArrayRecord:
     tied = set[str]()
     for name, array in sent.items():
         if array.stype == TIED:
-            other = tensors[array.data.decode()].cpu()
-            if same_bits(tensors[name].cpu(), other):
+            other = tensors[array.data.decode()]
+            if same_bits(tensors[name], other):
                 tied.add(name)
     arrays = ArrayRecord()
     for name, array in sent.items():
@@ -99,31 +99,33 @@ def as_sent(tensors: TensorDict, sent: ArrayRecord) -> ArrayRecord:
     return arrays
 
 
-def restored(arrays: ArrayRecord, sent: ArrayRecord) -> ArrayRecord:
-    """Return a strategy's new model encoded like the broadcast one: ``as_sent``."""
+def restored(
+    arrays: ArrayRecord, sent: ArrayRecord, integers: ArrayRecord
+) -> ArrayRecord:
+    """Return a strategy's new model encoded ``as_sent``, with these ``integers``."""
+    model = arrays
     for name, array in arrays.items():
         like = sent[name]
         alike = array.dtype == like.dtype and like.stype == NUMPY
         if not alike or not _floating(array):
-            return as_sent(from_arrays(arrays), sent)
-    return arrays
+            model = as_sent(from_arrays(arrays), sent)
+            break
+    model.update(integers)
+    return model
 
 
 def integers_of(arrays: ArrayRecord) -> ArrayRecord:
     """Return the arrays of integers and booleans."""
-    integers = ArrayRecord()
-    for name, array in arrays.items():
-        if not _floating(array):
-            integers[name] = array
-    return integers
+    return ArrayRecord(
+        {name: array for name, array in arrays.items() if not _floating(array)}
+    )
 
 
 def with_tensors(moved: Moved) -> Message:
     """Return a copy of a reply's message: the moved tensors, no records of fedrot."""
     update = moved.update
     content = RecordDict(dict(update.message.content))
-    if STATISTICS in records_of_type(content, ArrayRecord):
-        del content[STATISTICS]
+    content.pop(STATISTICS, None)
     arrays = records_of_type(content, ArrayRecord).get(update.record, ArrayRecord())
     content[update.record] = replace_changed(arrays, update.tensors, moved.tensors)
     message = copy.copy(update.message)

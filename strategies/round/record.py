@@ -196,12 +196,11 @@ class RoundRecord:
         """Log replies, what alignment removed, a hint, and the returned verdict."""
         reports = [report for _, report in self.reports]
         seconds = sum(report.seconds for report in reports)
-        share = verdict.percent(verdict.share_removed(reports))
         removed = ""
         if reports:
             removed = (
-                f"; alignment removed {share} of the distance of all groups in "
-                f"{seconds:.2f} s"
+                f"; alignment removed {verdict.percent(verdict.share_removed(reports))}"
+                f" of the distance of all groups in {seconds:.2f} s"
             )
         log(
             INFO,

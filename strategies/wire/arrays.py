@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from io import BytesIO
 from math import prod
@@ -82,11 +82,7 @@ def to_arrays(tensors: Tensors, dtype: torch.dtype | None = None) -> ArrayRecord
             raise FedrotError(f"The tensor '{name}' {why}.")
         cast = dtype is not None and tensor.is_floating_point()
         sent = tensor.detach().to(dtype if cast else tensor.dtype).cpu()
-        place = (
-            tensor.device,
-            tensor.untyped_storage().data_ptr(),
-            tensor.storage_offset(),
-        )
+        place = (tensor.device, tensor.data_ptr())
         memory = (*place, tensor.shape, tensor.stride(), tensor.dtype)
         if memory in first:
             arrays[name] = _array(sent, TIED, first[memory].encode())
@@ -201,7 +197,7 @@ def decode(name: str, array: Array, of: Header | None = None) -> Tensor:
     if known.dtype == torch.bool and values.view(np.uint8).max(initial=0) > 1:
         raise _unreadable(name, "holds truth values other than 0 and 1")
     # A header of an odd length leaves the values unaligned; a copy is aligned.
-    values = values if values.flags.aligned else values.copy()
+    values = np.require(values, requirements="A")
     values = values.reshape(known.shape, order="F" if known.fortran else "C")
     tensor = torch.from_numpy(np.asarray(_Unlocked(values)))
     return tensor.view(torch.bfloat16) if known.dtype == torch.bfloat16 else tensor
@@ -265,7 +261,7 @@ def _parsed(header: bytes) -> tuple[Sequence[int], bool, np.dtype[Any], int]:
 
 
 def same_bits(first: Tensor, other: Tensor) -> bool:
-    """Return whether two CPU tensors of one shape have equal bits, also NaN and -0."""
+    """Return whether two tensors of one shape have equal bits, also NaN and -0."""
     return first.dtype == other.dtype and torch.equal(
         flat_bytes(first), flat_bytes(other)
     )
@@ -334,20 +330,20 @@ def replace_changed(
     An array of Flower's own keeps its bytes if its tensor was neither replaced nor
     cast. bfloat16, which NumPy lacks, becomes float32.
     """
-    replaced: dict[str, Array] = {}
+    replaced = ArrayRecord()
     for name, tensor in after.items():
         array = arrays.get(name)
-        kept = (
-            array is not None
-            and array.stype == NUMPY
-            and f"torch.{array.dtype}" == str(tensor.dtype)
-        )
-        if array is None or not kept or tensor is not before[name]:
+        if (
+            array is None
+            or array.stype != NUMPY
+            or f"torch.{array.dtype}" != str(tensor.dtype)
+            or tensor is not before[name]
+        ):
             array = encode(
                 name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor
             )
         replaced[name] = array
-    return ArrayRecord(replaced)
+    return replaced
 
 
 def records_of_type(content: RecordDict, kind: type[R]) -> dict[str, R]:
@@ -358,6 +354,13 @@ def records_of_type(content: RecordDict, kind: type[R]) -> dict[str, R]:
     return {
         name: record for name, record in content.items() if isinstance(record, kind)
     }
+
+
+def singly(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every value of a record, also those in lists, with its key."""
+    for key, value in record.items():
+        for single in value if isinstance(value, list) else [value]:
+            yield key, single
 
 
 def shapes_of(arrays: Mapping[str, Shaped]) -> dict[str, Shape]:
@@ -399,10 +402,6 @@ _LARGEST_CONFIGURATIONS = 2**16
 
 def _size(name: str, record: ConfigRecord) -> int:
     """Return the approximate size of a configuration in bytes."""
-    values = [
-        v
-        for value in record.values()
-        for v in (value if isinstance(value, list) else [value])
-    ]
+    values = (value for _, value in singly(record))
     numbers = sum(len(v) if isinstance(v, (str, bytes)) else 8 for v in values)
     return len(name) + numbers + sum(map(len, record))

@@ -180,14 +180,10 @@ def inner_mods(call_next: Any) -> Iterator[Any]:
     ``call_next`` on.
     """
     link = call_next
-    while True:
-        code = getattr(link, "__code__", None)
-        cells = getattr(link, "__closure__", None)
-        free = dict(zip(code.co_freevars, cells, strict=True)) if code and cells else {}
-        if not {"_mod", "_ffn"} <= free.keys():
-            return
-        mod = free["_mod"].cell_contents
-        link = free["_ffn"].cell_contents
+    while inspect.isfunction(link) and {"_mod", "_ffn"} <= {*link.__code__.co_freevars}:
+        free = inspect.getclosurevars(link).nonlocals
+        mod = free["_mod"]
+        link = free["_ffn"]
         while isinstance(mod, partial) or hasattr(mod, "__wrapped__"):
             mod = mod.func if isinstance(mod, partial) else mod.__wrapped__
         yield mod

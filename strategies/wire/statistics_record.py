@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedrot.aggregation import Statistics
 from fedrot.collect.statistics import check_statistics
@@ -57,7 +57,7 @@ def statistics_record(
             f"Statistics of '{odd[0]}' cannot be sent, because '{_NAMES}' separates "
             "names. Rename the module."
         )
-    arrays: dict[str, Array] = {}
+    arrays = ArrayRecord()
     for kind, by_name in statistics.items():
         for names in _sharing(by_name):
             key = f"{kind}{_KIND}{_NAMES.join(names)}"
@@ -65,7 +65,7 @@ def statistics_record(
             arrays[key] = encode(
                 key, value.to(dtype) if value.is_floating_point() else value
             )
-    return ArrayRecord(arrays)
+    return arrays
 
 
 def _sharing(by_name: Tensors) -> Iterable[list[str]]:

@@ -69,7 +69,7 @@ def test_a_small_model_has_the_sizes_that_were_asked_for(architecture):
     case = "image" if architecture == "vit" else architecture
     sizes = {"layers": 3, "width": 48, "heads": 6, "max_length": 24, "dropout": 0.25}
     settings = settings_of(
-        experiment_of(case, **sizes), SimpleNamespace(side=8, channels=1)
+        experiment_of(case, **sizes), SimpleNamespace(shape=(8, 8, 1))
     )
     expected = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6}
     if architecture != "vit":
@@ -101,7 +101,7 @@ def test_patches_divide_an_image_into_about_as_many_as_they_have_pixels():
     sides = {1: 1, 7: 1, 9: 3, 12: 3, 28: 4, 32: 4, 64: 8}
     for side, patch in sides.items():
         settings = settings_of(
-            experiment_of("image"), SimpleNamespace(side=side, channels=3)
+            experiment_of("image"), SimpleNamespace(shape=(side, side, 3))
         )
         assert (settings.patch_size, settings.num_channels) == (patch, 3)
 

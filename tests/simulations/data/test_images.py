@@ -18,13 +18,15 @@ from PIL import Image
 
 from fedrot.simulations.data import pictures
 from fedrot.simulations.data.read import DataError
-from fedrot.simulations.tasks.task_registry import read_encoded
+from fedrot.simulations.tasks.vision import ImageClassification
 from tests.simulations.data.files import chosen, write
 
 
 def load(data: object, data_dir: Path | None = None, **fields: Any) -> Any:
     """Return the data, and the pixels of training and held-out rows."""
-    data, train, test = read_encoded(chosen(data, data_dir, task="image", **fields))
+    data, train, test = ImageClassification.read(
+        chosen(data, data_dir, task="image", **fields)
+    )
     assert train.pixels.dtype == test.pixels.dtype == np.uint8
     return data, train.pixels, test.pixels
 
@@ -106,7 +108,7 @@ def test_pictures_are_as_they_are_seen(name, tmp_path):
     expected = np.asarray(SEEN[name][1])
     path = write(tmp_path / "seen.parquet", image=[file] * 10, label=["a", "b"] * 5)
     data, pixels, _ = load(path)
-    assert (data.channels, data.side) == (1 if expected.ndim == 2 else 3, len(expected))
+    assert data.shape[1:] == (len(expected), 1 if expected.ndim == 2 else 3)
     tolerance = 2 if "jpeg" in name else 0
     np.testing.assert_allclose(
         pixels[0], expected.reshape(pixels[0].shape), atol=tolerance
@@ -148,7 +150,7 @@ def test_pictures_of_eight_bits_have_no_scale(mode, tmp_path, monkeypatch):
     monkeypatch.setattr(pictures.Image, "open", lambda _: Image.new(mode, (4, 4)))
     path = write(tmp_path / "a.parquet", image=[b"any"] * 10, label=["a", "b"] * 5)
     data, _, _ = load(path)
-    assert data.channels == (1 if mode in ("1", "L", "LA", "La") else 3)
+    assert data.shape[2] == (1 if mode in ("1", "L", "LA", "La") else 3)
     assert "8 bits" not in data.remarks
 
 
@@ -289,12 +291,12 @@ def test_a_pretrained_model_reads_its_own_size(
     experiment = chosen(red, task="image", model=str(tmp_path))
     if isinstance(expected, str):
         with pytest.raises(DataError, match=expected):
-            read_encoded(experiment)
+            ImageClassification.read(experiment)
         return
-    data, *both = read_encoded(experiment)
-    assert (data.side, data.channels) == expected
+    data, *both = ImageClassification.read(experiment)
+    assert data.shape[1:] == expected
     # Red has 0.299 of the brightness.
-    colour = torch.tensor([200, 0, 0] if data.channels == 3 else [60])
+    colour = torch.tensor([200, 0, 0] if expected[1] == 3 else [60])
     numbers = (n for fields, n in NUMBERS if fields is processor)
     mean, deviation, factor = map(torch.tensor, next(numbers, (0.5, 0.5, 1 / 255)))
     pixel = ((colour * factor - mean) / deviation)[:, None, None]
@@ -306,7 +308,9 @@ def test_a_pretrained_model_reads_its_own_size(
 
 def test_images_of_an_experiment_without_a_model():
     limits = {"train_limit": 20, "test_limit": 10}
-    data, train, test = read_encoded(chosen("digits", task="image", **limits))
+    data, train, test = ImageClassification.read(
+        chosen("digits", task="image", **limits)
+    )
     assert (len(train), len(test)) == (20, 10)
     rows = np.array([4, 2])
     assert train.lengths(rows).tolist() == [0, 0]

@@ -172,7 +172,7 @@ def test_a_specification_is_read_or_refused(spec, expected):
 def test_an_impossible_division_is_refused(spec, clients, message):
     with pytest.raises(PartitionError, match=message):
         split(spec, clients)
-    for missing in (None, NAN):
+    for missing in (None, NAN, " "):
         columns = {"x": ["a", missing]}
         with pytest.raises(DataError, match=r"column:x has no value .*row\(s\) 2,"):
             split_clients(np.zeros(2, dtype=int), columns, "column:x", 1, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedrot.simulations.data.read import DataError
-from fedrot.simulations.tasks.task_registry import read_encoded
+from fedrot.simulations.tasks.task_registry import TASKS
 from tests.simulations.data.files import TEXTS, chosen, repeated, write
 from tests.simulations.data.test_images import png
 from tests.simulations.data.test_texts import MARKS, SPLIT, WORDS
@@ -83,4 +83,4 @@ def test_a_wrong_table_is_refused_with_its_column_and_rows(
     table = {name: values for name, values in columns.items() if values}
     path = write(tmp_path / "mine.parquet", **table)
     with pytest.raises(DataError, match=message):
-        read_encoded(chosen(path, task=task, **options))
+        TASKS[task].read(chosen(path, task=task, **options))

@@ -24,7 +24,7 @@ from fedrot.simulations.data.texts import (
     load_texts,
 )
 from fedrot.simulations.data.tokenizers import bundled_tokenizer
-from fedrot.simulations.tasks.task_registry import read_encoded
+from fedrot.simulations.tasks.task_registry import TASKS
 from tests.simulations.data.files import TEXTS, chosen, repeated, shared_data, write
 from tests.simulations.data.wordpiece import SPECIAL_TOKENS, train_wordpiece
 
@@ -197,7 +197,7 @@ def test_an_experiment_is_read_and_encoded_for_its_model(task, tmp_path):
         ner_tags=[["B-X"], ["O"]] * 10,
         label=["a", "b"] * 10,
     )
-    data, train, test = read_encoded(chosen(path, task=task, architecture="bert"))
+    data, train, test = TASKS[task].read(chosen(path, task=task, architecture="bert"))
     assert (len(train), len(test), train.pad_id) == (16, 4, 0)
     assert bool(train.tags) == (task == "ner")
     assert np.array_equal(train.labels, data.train.labels)

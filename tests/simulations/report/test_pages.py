@@ -85,7 +85,7 @@ def test_the_page_and_the_terminal_begin_with_the_verdict(tmp_path):
     worst = "accuracy 0.550 (rows: 4 to 5), fedavg 0.500 (rows: 4 to 5)"
     assert f"held-out rows: {worst}; 3 of 8 clients have such rows." in told
     assert "- Learning rate 0.001 is high for a pretrained model" in told
-    assert "Scores know 5 of 6 classes." in told
+    assert "1 of 6 classes have no test row." in told
     parts = [
         "Use fit_head: accuracy 0.670, fedavg 0.620",
         "<code>FedRot(fit_head)<",
@@ -93,7 +93,7 @@ def test_the_page_and_the_terminal_begin_with_the_verdict(tmp_path):
         "Learning rate 0.001 is high",
         "mean over 5 seeds",
         "Results in numbers",
-        "<caption>Scores know 5 of 6 classes.<",
+        "<caption>1 of 6 classes have no test row.<",
         'fedavg" class="number">-<',
         ">fit_head<",
         '"accuracy" class="number">0.670<',

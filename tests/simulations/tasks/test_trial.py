@@ -7,7 +7,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 import transformers
 
 from fedrot.errors import FedrotError
+from fedrot.simulations.data.labels import DataSet, Split
 from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import check_labels, check_model, task_of
@@ -160,10 +160,8 @@ LABELS = {
 @pytest.mark.parametrize("name", LABELS)
 def test_labels_that_teach_nothing_are_refused(name):
     kind, train, test, said = LABELS[name]
-    splits = (SimpleNamespace(labels=np.array(labels)) for labels in (train, test))
-    data = SimpleNamespace(
-        **dict(zip(("train", "test"), splits, strict=True)), name="a", kind=kind
-    )
+    splits = (Split(np.array(labels), {}, ()) for labels in (train, test))
+    data = DataSet("a", kind, (), (), *splits)
     with pytest.raises(FedrotError, match=said) if said else nullcontext():
         check_labels(replace(task_for("bert"), data=data))
     check_labels(replace(task_for("mlm bert"), data=data))

@@ -12,7 +12,7 @@ from fedrot._io import write_text
 from fedrot.alignment.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
 from fedrot.simulations import paired
 from fedrot.simulations.report import findings, plots, tables
-from fedrot.simulations.report.site_rows import last_sites
+from fedrot.simulations.report.site_rows import SiteRow
 from fedrot.simulations.run_folder import OF_GROUP, Row, read_rows, read_run
 from fedrot.simulations.summary import verdicts_of
 from fedrot.strategies.reporting.rows import scalars
@@ -83,7 +83,12 @@ def write_strategy_report(file: Path) -> Path:
             f"'{page}' is no page of fedrot, and the report would replace it. Rename "
             "it."
         )
-    sites, withheld = last_sites(rows, file)
+    try:
+        sites = [SiteRow(**row) for row in rows if row.get("stage") == "site"]
+    except ValueError as error:
+        raise ValueError(
+            f"'{file}' has a site's row that is damaged: {error}"
+        ) from error
     aligned: dict[int, list[Row]] = {}
     for row in rows:
         if "before" in row:
@@ -106,7 +111,6 @@ def write_strategy_report(file: Path) -> Path:
         sentences=sentences,
         series=_series(rows),
         sites=sites,
-        withheld=withheld,
     )
 
 

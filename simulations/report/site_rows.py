@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import nan
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field
-
-from fedrot.simulations.run_folder import Row
 
 #: A number of a file of rows; null is NaN.
 Number = Annotated[
@@ -47,22 +43,3 @@ class SiteRow(BaseModel):
     def of(self, metrics: dict[str, float]) -> float:
         """Return the value of the metric; NaN if unknown."""
         return metrics.get(self.metric, nan)
-
-
-def last_sites(rows: Iterable[Row], file: Path) -> tuple[list[SiteRow], int]:
-    """Return the sites of the last round that has any, and how many withhold figures.
-
-    Raises ``ValueError`` if a row of the file lacks a field.
-    """
-    of_sites = [row for row in rows if row.get("stage") in ("site", "sites")]
-    last = [row for row in of_sites if row["round"] == of_sites[-1]["round"]]
-    try:
-        sites = [SiteRow(**row) for row in last if row["stage"] == "site"]
-    except ValueError as error:
-        raise ValueError(
-            f"'{file}' has a site's row without a field: {error}"
-        ) from None
-    withheld = sum(
-        int(row["metrics"].get("withheld") or 0) for row in last if "metrics" in row
-    )
-    return sorted(sites, key=lambda site: -site.rows), withheld

@@ -12,7 +12,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 
 from fedrot.distances import Shares, shares_by
 from fedrot.simulations.paired import Paired
-from fedrot.simulations.report.site_rows import SiteRow
 from fedrot.simulations.run_folder import Row
 from fedrot.simulations.site_gains import FEW_ROWS, SiteGains
 from fedrot.simulations.summary import Verdict, span
@@ -138,20 +137,6 @@ def sites_table(sites: SiteGains) -> Table:
     )
     title = f"{spoken(sites.metric)} on the sites' own test rows"
     return _table(header, lines, ("model", "worst site"), title)
-
-
-def live_table(rows: Iterable[SiteRow]) -> Table:
-    """Return a line for each site of a live run, from its rows of one round."""
-    lines = []
-    for row in rows:
-        mean, low, high = (number(value, "+") for value in row.gain)
-        values = map(
-            number, (row.of(row.alone), row.of(row.of_all), row.of(row.of_site))
-        )
-        tested = of_rows(row.rows) + ", also chose" * row.chose
-        lines.append((row.name, tested, *values, f"{mean} [{low}, {high}]"))
-    header = ("site", "test rows", "alone", "global head", "own head", "gain")
-    return _table(header, lines, ("site",))
 
 
 def of_rows(rows: float) -> str:

@@ -119,7 +119,8 @@ class OwnRows:
         counts = {}
         for client, rows in self.clients.items():
             batches = training.step_batches(self.task, model, rows, len(rows), 64, 0)
-            counts[client] = collect_counts(model, batches)
+            # The residuals of a regression that diverged may be no numbers.
+            counts[client] = collect_counts(model, batches).nan_to_num()
         name = model.config.problem_type
         total = torch.stack([*counts.values()]).sum(0)
         of_all = torch.tensor(priors) if priors else OUTPUT_KINDS[name].priors(total)

@@ -130,9 +130,11 @@ def answer_with_sums(
         # training.
         with torch.random.fork_rng(devices=[]):
             node = message.metadata.dst_node_id
-            content = _Request(message.content, folder, context.run_id, node).answer(
-                setup(message, context)
-            )
+            request = _Request(message.content, folder, context.run_id, node)
+            rows = setup(message, context)
+            content = request.answer(rows)
+            if request.asks_for_labels:
+                content[LABELS] = labels_record(rows.build())
         return Message(content, reply_to=message)
 
 
@@ -149,6 +151,11 @@ class _Request:
         self._shelf = Shelf(folder, run, self._task_head)
         self._node = node
 
+    @property
+    def asks_for_labels(self) -> bool:
+        """Whether the server does not know the names of the client's labels."""
+        return LABELS in self._config
+
     def answer(self, data: LabelledRows) -> RecordDict:
         """Return the answer."""
         stage = self._config[STAGE]
@@ -157,10 +164,7 @@ class _Request:
                 name: self._labelled(_read(data, name))
                 for name in ("training", "held_out")
             }
-            content = RecordDict({ROWS: MetricRecord({**counts})})
-            if self._config.get(LABELS):
-                content[LABELS] = labels_record(data.build())
-            return content
+            return RecordDict({ROWS: MetricRecord({**counts})})
         if stage == COUNT_CLASSES:
             rows = _read(data, "training")
             by_class = collect_counts(data.build(), rows, self._problem_type)
@@ -170,9 +174,7 @@ class _Request:
         if not self._task_head:
             model = _loaded(data.build(), from_arrays(self._arrays[MODEL]))
             losses = collect_losses(model, _read(data, "held_out"))
-            return RecordDict(
-                {LOSSES: to_arrays(vars(losses)), LABELS: labels_record(model)}
-            )
+            return RecordDict({LOSSES: to_arrays(vars(losses))})
         bodies = self._bodies()
         if bodies is None:
             return RecordDict({LACKS: ConfigRecord()})

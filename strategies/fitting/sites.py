@@ -83,8 +83,8 @@ class Sites:
     @property
     def worst(self) -> Row:
         """The row of the site with the worst own head."""
-        worst = min if self.measure == "accuracy" else max
-        return worst(self.rows, key=lambda row: row["own"][self.measure])
+        sign = 1 if self.measure == "accuracy" else -1
+        return min(self.rows, key=lambda row: sign * row["own"][self.measure])
 
     def metrics(self) -> dict[str, float]:
         """Return numbers of sites, and means over them.

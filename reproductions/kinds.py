@@ -23,7 +23,7 @@ from fedrot.simulations.federation.cells import (
 )
 from fedrot.simulations.models import LOADERS, model_config, tensors_of
 from fedrot.simulations.scenario import Scenario
-from fedrot.simulations.strategy import KINDS, NAMED, Strategy
+from fedrot.simulations.strategy import KINDS, NAMED, Strategy, refuse_unread
 from fedrot.simulations.summary import BOUNDS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task_registry import TASKS, named_tasks
@@ -36,17 +36,6 @@ from reproductions.ensemble import Ensemble, with_state
 from reproductions.lora_clients import load_first, load_folded
 from reproductions.lora_rivals import RivalOptions
 from reproductions.lora_strategies import FedAvgRivalLoRA
-
-#: Fields of a strategy that these kinds read; others are FedRot's.
-OF_ALL = {
-    "name",
-    "kind",
-    "learning_rate",
-    "fraction_train",
-    "weighted_by_key",
-    "clients",
-    "options",
-}
 
 
 class _Keeping(Aligner):
@@ -132,11 +121,7 @@ def _check(
     strategy: Strategy, experiment: Scenario, of_adapters: bool | None = None
 ) -> None:
     """Refuse what the kind does not read, and experiments with or without adapters."""
-    for name, usual in Strategy.model_fields.items():
-        if name not in OF_ALL and getattr(strategy, name) != usual.default:
-            raise ValueError(
-                f"kind '{strategy.kind}' does not read {name}; leave it out"
-            )
+    refuse_unread(strategy, "fraction_train", "weighted_by_key", "options")
     if of_adapters is not None and of_adapters != bool(experiment.lora):
         what = "adapters; give lora" if of_adapters else "whole models; leave out lora"
         raise ValueError(f"kind '{strategy.kind}' is for {what}")

@@ -153,7 +153,7 @@ def _check_strategy(task: Task, strategy: Strategy, model: Any) -> None:
                 )
     if strategy.fits and not experiment.lora:
         task_head_of(model.config, model.state_dict())
-    if strategy.kind == "fedrot":
+    if strategy.kind in ("fedrot", "local_finetuning"):
         built = strategy_of(CellRun(experiment, 0, strategy), model)
         options = getattr(built, "alignment", None)  # adapters have none
         if options is not None:
@@ -223,22 +223,28 @@ def costs_of(
         rows = sum(map(sum, known.described["seeds"][str(cell.seed)]))
         rounds = experiment.rounds if strategy.kind != "head_only" else 0
         first = (cell.trains_first, strategy.learning_rate)
-        unnamed = strategy.model_copy(update={"name": "", "fit_at_end": False})
+        alone = strategy.kind == "alone"
+        tuned = strategy.kind == "local_finetuning"
+        # The rounds before local fine-tuning are those of another strategy.
+        kind = "fedrot" if tuned else strategy.kind
+        usual = {"name": "", "kind": kind, "fit_at_end": False}
+        unnamed = strategy.model_copy(update=usual)
         all_rounds = (first, unnamed.model_dump_json())
-        shared = int(first in trained)
+        shared = 0 if alone else int(first in trained)
         if all_rounds in trained:
             shared = rounds
-        trained |= {first, all_rounds}
+        trained |= {all_rounds} if alone else {first, all_rounds}
         epochs = sum(
             experiment.epochs(number) for number in range(shared + 1, rounds + 1)
         )
+        epochs += tuned
         share = strategy.fraction_train or experiment.fraction_train
         # A task head is fitted to sums over all rows: once, or before and after rounds.
         passes = int(strategy.fits)
         if strategy.fit_head:
             passes = 2 * rounds + 1
         evaluated = (
-            (rounds + 1) * known.test_rows + experiment.holdout * rows + passes * rows
+            (rounds + 2) * known.test_rows + experiment.holdout * rows + passes * rows
         )
         costs[cell.name] = rows * share * epochs + training.EVALUATED * evaluated
     return costs

@@ -39,7 +39,9 @@ class Strategy(BaseModel):
         min_length=1, max_length=80, description="Its name in tables and rows."
     )
     kind: str = Field(
-        "fedrot", description="fedrot, head_only (nobody trains), or a plug-in's."
+        "fedrot",
+        description="fedrot, head_only (nobody trains), alone, local_finetuning, or a "
+        "plug-in's.",
     )
     learning_rate: float | None = Field(
         None, gt=0, description="Of the clients; default: lr."
@@ -79,7 +81,7 @@ class Strategy(BaseModel):
     @property
     def chooses(self) -> bool:
         """Whether held-out rows of the clients choose between models."""
-        return bool(self.guard or self.fits)
+        return bool(self.guard or self.fits or self.kind == "local_finetuning")
 
     @property
     def aggregation_arguments(self) -> Fields:
@@ -229,11 +231,24 @@ def _of_adapters(strategy: Strategy, experiment: Scenario) -> None:
         )
 
 
+def refuse_unread(strategy: Strategy, *read: str) -> None:
+    """Refuse the fields that a kind does not read, beside ``name`` and ``kind``."""
+    for name, usual in Strategy.model_fields.items():
+        if name in ("name", "kind", "learning_rate", "clients", *read):
+            continue
+        if getattr(strategy, name) != usual.default:
+            raise ValueError(
+                f"kind '{strategy.kind}' does not read {name}; leave it out"
+            )
+
+
 #: What refuses a strategy that does not go with an experiment, by kind. Plug-ins add
 #: theirs; how a kind runs is in ``federation.cells.RUNS``.
 KINDS: dict[str, Callable[[Strategy, Scenario], None]] = {
     "fedrot": _of_adapters,
     "head_only": lambda strategy, experiment: None,
+    "alone": lambda strategy, experiment: refuse_unread(strategy),
+    "local_finetuning": _of_adapters,
 }
 
 #: The strategies that ``--strategies`` knows: their fields, and a sentence ``says``.
@@ -268,14 +283,16 @@ def default_strategies(experiment: Settings, classifies: bool) -> list[str]:
     names = data_names(str(experiment["data"]), experiment["data_dir"])
     domains = len(names) > 1 or experiment["unseen_data"]
     heads = []
+    alone = []
     if classifies and experiment["holdout"] and not domains:
         heads = ["fedavg_head", "head_only", "fit_head"]
+        alone = ["alone"]
     if lora and isinstance(lora, Mapping):
         rank = lora.get("r")
         # Factors of different ranks have no mean.
         if isinstance(rank, list) and len(set(rank)) > 1:
-            return ["exact", *heads[1:2]]
-        return ["fedavg", "exact", *heads[1:]]
+            return ["exact", *heads[1:2], *alone]
+        return ["fedavg", "exact", *heads[1:], *alone]
     if heads and experiment["start"] == "same":
-        return ["fedavg", *heads]
-    return ["fedavg", *heads, "aligned"]
+        return ["fedavg", *heads, *alone]
+    return ["fedavg", *heads, "aligned", *alone]

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedrot.simulations.paired import LOWER_IS_BETTER, Paired, paired_difference
 from fedrot.simulations.run_folder import FIELDS, Row, Run
+from fedrot.simulations.site_gains import SiteGains, gains_of
 from fedrot.strategies.reporting.verdict import HEAD_FAILED
 
 if TYPE_CHECKING:
@@ -26,12 +28,6 @@ CENTRAL = "central"
 OF_CLIENT = "client:"
 #: The metric of how many rows a client holds out.
 ROWS = "held-out-rows"
-LOWER_IS_BETTER = frozenset(
-    {"loss", "calibrated_loss", "ece", "perplexity", "pseudo_perplexity"}
-)
-#: Largest difference of metrics between models that differ only by the order of float32
-#: sums.
-ROUNDING = 1e-6
 #: A model has learned if its accuracy or macro F1 exceeds that of naming one class by
 #: more than this.
 LEARNED = 0.02
@@ -43,51 +39,6 @@ ENOUGH_SEEDS = 3
 CHEAPER = 1.1
 #: The largest usual learning rate where AdamW trains all layers of a pretrained model.
 USUAL_RATE = 1e-4
-
-
-@dataclass(frozen=True)
-class Paired:
-    """Our values minus those of another strategy over ``n`` seeds: mean and verdict.
-
-    ``smallest`` is half of the two-sided 95 % t interval: the smallest mean difference
-    that is outside noise at this spread. The verdict is "better" or "worse", "within
-    noise" if the interval contains 0, "same" if no difference is above ``ROUNDING``,
-    "not finite", or "no interval" (``smallest`` is NaN) with fewer than two seeds or
-    without a spread. ``ours`` and ``other`` are means over these seeds.
-    """
-
-    mean: float
-    smallest: float
-    n: int
-    verdict: str
-    ours: float = nan
-    other: float = nan
-
-
-def paired_difference(
-    differences: Sequence[float],
-    *,
-    lower_is_better: bool = False,
-) -> Paired:
-    """Return the mean of differences, t(0.975, n - 1) sd / sqrt(n), and the verdict."""
-    from scipy import stats
-
-    n = len(differences)
-    if not np.isfinite(differences).all():
-        return Paired(nan, nan, n, "not finite")
-    mean = float(np.mean(differences)) if n else nan
-    error = float(stats.sem(differences)) if n > 1 else 0.0
-    half = nan
-    verdict = "better" if (mean < 0) == lower_is_better else "worse"
-    if n and max(map(abs, differences)) <= ROUNDING:
-        verdict = "same"
-    elif not error > ROUNDING * abs(mean):
-        verdict = "no interval"
-    else:
-        half = float(stats.t.ppf(0.975, n - 1)) * error
-        if abs(mean) <= half:
-            verdict = "within noise"
-    return Paired(mean, half, n, verdict)
 
 
 def span(values: Collection[Any], as_text: Callable[[Any], str] = str) -> str:
@@ -195,6 +146,7 @@ class Verdict:
             classes.
         learned: whether a strategy has learned more than to name the most frequent
             class.
+        sites: what strategies give the sites on their own test rows; None if unknown.
     """
 
     experiment: str
@@ -210,6 +162,7 @@ class Verdict:
     notes: Sequence[str]
     most_frequent: float
     learned: bool
+    sites: SiteGains | None
 
     @property
     def undecided(self) -> bool:
@@ -221,6 +174,20 @@ class Verdict:
             for standing in self.standings
             if standing is not self.reference
         )
+
+    @property
+    def for_sites(self) -> Standing | None:
+        """The strategy whose gain for the sites is told; None if that is unknown.
+
+        It is the recommended one. As long as nothing is decided, it is the best one on
+        the sites' own rows.
+        """
+        sites = self.sites
+        if sites is None:
+            return None
+        choice = self.standings if self.undecided else [self.recommended]
+        known = [standing for standing in choice if standing.name in sites.gains]
+        return max(known, key=lambda standing: sites.mean(standing.name), default=None)
 
     @property
     def code(self) -> str:
@@ -314,6 +281,7 @@ def verdict(run: Run, name: str) -> Verdict | None:
         notes=[*notes_of(experiment)],
         most_frequent=most_frequent,
         learned=learned,
+        sites=gains_of(frame, experiment, headline),
     )
 
 

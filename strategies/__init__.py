@@ -25,6 +25,7 @@ from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA, adapter_record
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays, model_hash, to_arrays
+from fedrot.strategies.wire.label_names import labels_record
 from fedrot.strategies.wire.statistics_record import (
     statistics_record,
     wanted_statistics,
@@ -56,6 +57,7 @@ __all__ = [
     "evaluate_at_clients",
     "fit_task_head",
     "from_arrays",
+    "labels_record",
     "match_at_client",
     "model_hash",
     "report_sites",

@@ -77,9 +77,6 @@ class ReplyStrategy(PlaysRounds):
     #: Whether, or by which name, the task head is fitted; None without such an option.
     fit_head: bool | str | None = None
 
-    #: The model's configuration or symmetry, if it is known.
-    model_config: object = None
-
     def __init__(
         self,
         *args: Any,

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
+from fedrot.simulations.paired import paired_difference
 from fedrot.simulations.report.tables import Table, format_interval, number
-from fedrot.simulations.summary import paired_difference
 from reproductions.barriers.line import BarrierLine
 from reproductions.barriers.methods import METHODS, VANILLA
 

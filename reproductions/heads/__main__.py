@@ -200,7 +200,7 @@ def ahead(f1: Any, ours: str, arm: str) -> str:
     """Return the mean by which ours is ahead of an arm, with half of its paired 95 %
     interval.
     """
-    from fedrot.simulations.summary import paired_difference
+    from fedrot.simulations.paired import paired_difference
 
     found = paired_difference((f1[ours] - f1[arm]).dropna().tolist())
     return "-" if arm == ours else f"{found.mean:+.3f} ± {found.smallest:.3f}"

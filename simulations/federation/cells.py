@@ -18,6 +18,7 @@ from fedrot.aggregation import aggregation_named
 from fedrot.lora import AdapterOptions
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.federation.grids import OrderedGrid
+from fedrot.simulations.federation.own_rows import OwnRows
 from fedrot.simulations.models import (
     build_model,
     load_tensors,
@@ -26,6 +27,7 @@ from fedrot.simulations.models import (
 from fedrot.simulations.run_folder import Cell, Row, read_rows
 from fedrot.simulations.saved.load import save_model
 from fedrot.simulations.scenario import Settings
+from fedrot.simulations.site_gains import GLOBAL, OWN
 from fedrot.simulations.summary import ROWS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
@@ -40,6 +42,7 @@ from fedrot.strategies import (
 )
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client.moves import OTHER_BASIS_OPTIONS
+from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.round.asked import CLIENT_KEY, CLIENT_RECORD
 from fedrot.symmetry import symmetry_of
 
@@ -50,7 +53,8 @@ class CellRun(Cell):
 
     ``grid`` has the clients that take part (None while the cell is only checked). Files
     go to the folder ``scratch``, through which clients on this machine share trainings.
-    The model after the last round goes to the folder ``save``.
+    The model after the last round goes to the folder ``save``. ``priors`` are in the
+    bias of its head, if it was fitted.
     """
 
     grid: Any = None
@@ -58,6 +62,7 @@ class CellRun(Cell):
     save: Path | None = None
     rows: list[Row] = field(default_factory=list)
     alignment: list[Row] = field(default_factory=list)
+    priors: list[float] = field(default_factory=list)
 
     @property
     def task(self) -> Task:
@@ -111,7 +116,7 @@ class CellRun(Cell):
         """Evaluate a round's global model; add and return the metrics.
 
         What messages cost is added, too. After the last round the model is evaluated on
-        each client's held-out rows as well.
+        each client's held-out rows and on its own test rows as well.
         """
         task = self.task
         metrics = training.evaluate(model, task, task.test, np.arange(len(task.test)))
@@ -123,25 +128,41 @@ class CellRun(Cell):
                     scope = f"client:{task.site(self.seed, client)}"
                     scores = training.evaluate(model, task, task.train, rows)
                     self.record(scope, server_round, {ROWS: len(rows), **scores})
+            self._measure_sites(model)
             if self.save:
                 save_model(model, self.experiment, self.save)
         return metrics
+
+    def _measure_sites(self, model: nn.Module) -> None:
+        """Measure the last global model, and the sites' own ones, on own test rows."""
+        sites = OwnRows(self)
+        tuned = self.strategy.kind == "local_finetuning"
+        shifts = sites.shifts(model, self.priors)
+        for client, shift in shifts.items():
+            scopes = {GLOBAL: 0.0} if tuned else {GLOBAL: 0.0, OWN: shift}
+            sites.measure(model, client, scopes)
+        sites.measure_alone()
+        if tuned:
+            sites.train_on(model, self.experiment.rounds + 1, 1.0, choose=True)
 
     def with_fitted_task_head(
         self, server_round: int, arrays: ArrayRecord, model: Any
     ) -> ArrayRecord:
         """Return a model with the better of its task head and the fitted one."""
+        result = self.fit(self.grid, arrays, model, server_round)
+        self.priors[:] = getattr(result, "priors", ())
+        self.record("round", self.experiment.rounds, result.metrics())
+        return result.arrays
+
+    def fit(
+        self, grid: Any, arrays: ArrayRecord, model: Any, server_round: int = 0
+    ) -> FittedTaskHead:
+        """Return a model with a task head that clients of a grid have fitted."""
         settings = model.config
         if self.experiment.lora:
             settings = model.peft_config["default"]
-        result = fit_task_head(
-            self.grid,
-            arrays,
-            settings,
-            config=ConfigRecord({**self.job, "server-round": server_round}),
-        )
-        self.record("round", self.experiment.rounds, result.metrics())
-        return result.arrays
+        config = ConfigRecord({**self.job, "server-round": server_round})
+        return fit_task_head(grid, arrays, settings, config=config)
 
 
 class CellStrategy(ReplyStrategy):
@@ -198,6 +219,7 @@ class CellStrategy(ReplyStrategy):
                 f"{self.cell.title}. Flower's log says which clients failed, and why "
                 "replies were dropped."
             )
+        self.cell.priors[:] = getattr(self, "priors", ())
         last = server_round == self.cell.experiment.rounds
         if last and self.cell.strategy.fit_at_end:
             arrays = self.cell.with_fitted_task_head(server_round, arrays, self.network)
@@ -340,9 +362,20 @@ def _run_head_only(cell: CellRun) -> None:
     cell.finish_round(cell.experiment.rounds, model)
 
 
+def _run_alone(cell: CellRun) -> None:
+    """Train the first model at each site alone, for the epochs of all rounds."""
+    sites = OwnRows(cell)
+    sites.measure_alone()
+    rounds = range(1, cell.experiment.rounds + 1)
+    epochs = sum(map(cell.experiment.epochs, rounds))
+    sites.train_on(cell.model(), 1, epochs, choose=False)
+
+
 #: How a kind of strategy runs. Plug-ins add theirs, and what refuses wrong ones to
 #: ``strategy.KINDS``.
 RUNS: dict[str, Callable[[CellRun], None]] = {
     "fedrot": run_federated,
     "head_only": _run_head_only,
+    "alone": _run_alone,
+    "local_finetuning": run_federated,
 }

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import isnan
 
-from fedrot.simulations.report.tables import NONE, format_difference, number, spoken
-from fedrot.simulations.summary import (
-    LOWER_IS_BETTER,
-    ROUNDING,
-    Standing,
-    Verdict,
-    span,
+from fedrot.simulations.paired import LOWER_IS_BETTER, ROUNDING
+from fedrot.simulations.report.tables import (
+    NONE,
+    format_difference,
+    format_interval,
+    number,
+    of_rows,
+    spoken,
 )
+from fedrot.simulations.site_gains import FEW_ROWS
+from fedrot.simulations.summary import Standing, Verdict, span
 
+#: Most sites whose gains are named.
+MOST_NAMED = 8
 #: What the strategies of each judgement are called; the reference is named in it.
 JUDGED = {
     "better": "Also better than {}",
@@ -26,34 +31,63 @@ JUDGED = {
 
 
 def lead(verdict: Verdict) -> str:
-    """Return what to use, what it gains most, and what other strategies are best in."""
+    """Return what to use, what it gains most, and what other strategies are best in.
+
+    The first sentence has the sites' gain, if it is known.
+    """
     ours = verdict.recommended
+    rest = ""
     if not verdict.learned:
-        return (
+        advice = (
             "Nothing was learned: no strategy is better than always naming the most "
-            f"frequent class, accuracy {number(verdict.most_frequent)}."
+            f"frequent class, accuracy {number(verdict.most_frequent)}"
         )
-    if len(verdict.standings) == 1:
-        return f"Only {ours.name} has results: there is nothing to compare it with."
-    advice = f"Keep {ours.name}: nothing is better beyond noise with {verdict.seeds}"
-    if ours is not verdict.reference:
+    elif len(verdict.standings) == 1:
+        advice = f"Only {ours.name} has results: there is nothing to compare it with"
+    elif ours is not verdict.reference:
         scores, _ = _gains(verdict)
         advice = f"Use {ours.name}: {scores}"
         if ours is not verdict.best:
             top = verdict.best
-            advice += (
-                f". Within noise of {top.name}, which costs "
-                f"{top.megabytes / ours.megabytes:.1f} times the bytes"
+            rest = (
+                f" Within noise of {top.name}, which costs "
+                f"{top.megabytes / ours.megabytes:.1f} times the bytes."
             )
     elif verdict.undecided:
-        advice = (
-            "Undecided: fewer than three seeds do not show what is noise. Run five "
-            "seeds"
-        )
+        advice = "Undecided: fewer than three seeds do not show what is noise"
+        rest = " Run five seeds."
     elif any(other.judgement == "mixed" for other in verdict.models):
         advice = f"Keep {ours.name}: what is better in one metric is worse in another"
-    best = [_best(verdict, metric) for metric in verdict.judged if metric != "loss"]
-    return f"{advice}.{''.join(best)}"
+    else:
+        advice = (
+            f"Keep {ours.name}: nothing is better beyond noise with {verdict.seeds}"
+        )
+    best = []
+    if verdict.learned and len(verdict.standings) > 1:
+        best = [_best(verdict, metric) for metric in verdict.judged if metric != "loss"]
+    return f"{advice}{_for_sites(verdict)}.{rest}{''.join(best)}"
+
+
+def _for_sites(verdict: Verdict) -> str:
+    """Return what a strategy is worth on all labels, and what it gives the sites."""
+    ours, sites = verdict.for_sites, verdict.sites
+    if ours is None or sites is None:
+        return ""
+    gain = sites.gains[ours.name]
+    texts = {
+        "better": f"sites are better with {ours.name} than alone: {gain.better}",
+        "worse": f"sites are better alone than with {ours.name}: {gain.worse}",
+    }
+    undecided = f"{ours.name} and alone differ by noise; better with it: {gain.better}"
+    headline = verdict.judged[0]
+    text = texts.get(gain.against.verdict, undecided)
+    return (
+        f"; on all labels {ours.name} has {spoken(headline)} "
+        f"{number(ours.mean(headline))}; on their own rows {text} of "
+        f"{len(gain.differences)}, by {spoken(sites.metric)} "
+        f"{format_interval(gain.against, '+')} (mean over sites, 95 % interval over "
+        f"{sites.over}, against {sites.alone})"
+    )
 
 
 def _best(verdict: Verdict, metric: str) -> str:
@@ -89,7 +123,31 @@ def sentences(verdict: Verdict) -> list[str]:
         _, gains = _gains(verdict)
         lines = [f"Also {gain}" for gain in gains]
     lines += [*_noise(verdict), *_costs(verdict), *_others(verdict), *verdict.notes]
+    lines = [*_who_gains(verdict), *lines]
     return [f"{line}." for line in [*_unfitted(verdict), *lines]]
+
+
+def _who_gains(verdict: Verdict) -> Iterator[str]:
+    """Yield which sites gain by a strategy, and what is best for them."""
+    ours, sites = verdict.for_sites, verdict.sites
+    if ours is None or sites is None:
+        return
+    gains = sites.sign * sites.gains[ours.name].differences
+    texts = [
+        f"{site} {number(sites.sign * gain, '+')} ({of_rows(sites.rows[site])})"
+        for site, gain in gains.sort_values(ascending=False).items()
+    ]
+    half = MOST_NAMED // 2
+    if len(texts) > MOST_NAMED:
+        texts[half:-half] = ["..."]
+    yield (
+        f"Sites by what {ours.name} gains beside alone (test rows; few are below "
+        f"{FEW_ROWS}): {', '.join(texts)}"
+    )
+    best = max(sites.gains, key=sites.mean)
+    if best != ours.name:
+        mean = number(abs(sites.mean(best)))
+        yield f"Best on own rows: {best}, {spoken(sites.metric)} {mean}"
 
 
 def _unfitted(verdict: Verdict) -> Iterator[str]:

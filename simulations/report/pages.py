@@ -10,9 +10,11 @@ from rich.console import Console
 
 from fedrot._io import write_text
 from fedrot.alignment.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
-from fedrot.simulations import summary
+from fedrot.simulations import paired
 from fedrot.simulations.report import findings, plots, tables
+from fedrot.simulations.report.site_rows import SiteRow
 from fedrot.simulations.run_folder import OF_GROUP, Row, read_rows, read_run
+from fedrot.simulations.summary import verdicts_of
 from fedrot.strategies.reporting.rows import scalars
 from fedrot.strategies.reporting.verdict import ends
 
@@ -33,7 +35,7 @@ def present(path: Path, console: Console) -> Path:
     table. Returns the page's path. Raises the errors of ``read_run``.
     """
     run = read_run(path)
-    verdicts = summary.verdicts_of(run)
+    verdicts = verdicts_of(run)
     for verdict in verdicts:
         console.print(
             f"{verdict.experiment}: {findings.lead(verdict)}",
@@ -47,6 +49,8 @@ def present(path: Path, console: Console) -> Path:
         lines += [f"- {sentence}" for sentence in findings.sentences(verdict)]
         console.print("\n".join(lines), markup=False)
         console.print(tables.results_table(verdict, verdict.judged))
+        if verdict.sites:
+            console.print(tables.sites_table(verdict.sites))
     page = write_page(
         path / "report.html",
         "run.html.j2",
@@ -79,6 +83,12 @@ def write_strategy_report(file: Path) -> Path:
             f"'{page}' is no page of fedrot, and the report would replace it. Rename "
             "it."
         )
+    try:
+        sites = [SiteRow(**row) for row in rows if row.get("stage") == "site"]
+    except ValueError as error:
+        raise ValueError(
+            f"'{file}' has a site's row that is damaged: {error}"
+        ) from error
     aligned: dict[int, list[Row]] = {}
     for row in rows:
         if "before" in row:
@@ -100,6 +110,7 @@ def write_strategy_report(file: Path) -> Path:
         aligned=aligned,
         sentences=sentences,
         series=_series(rows),
+        sites=sites,
     )
 
 
@@ -107,7 +118,7 @@ def _is_of_strategy(row: Row) -> bool:
     """Return whether a row has the fields that the page reads."""
     return (
         "round" in row
-        and ("metrics" in row) == ("stage" in row)
+        and ("metrics" in row) == (row.get("stage", "site") != "site")
         and ("before" not in row or row.keys() >= _OF_GROUP)
     )
 
@@ -138,7 +149,7 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
         globals={
             "findings": findings,
             "plots": plots,
-            "summary": summary,
+            "paired": paired,
             "tables": tables,
         },
     )

@@ -12,14 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from fedrot.errors import legible
+from fedrot.simulations.paired import LOWER_IS_BETTER, paired_difference
 from fedrot.simulations.report.tables import number, spoken
 from fedrot.simulations.run_folder import FIELDS, Row
-from fedrot.simulations.summary import (
-    CENTRAL,
-    LOWER_IS_BETTER,
-    Verdict,
-    paired_difference,
-)
+from fedrot.simulations.summary import CENTRAL, Verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,6 +38,8 @@ LINES = ("-", "--", "-.", ":")
 LOGARITHMIC = frozenset({"perplexity", "pseudo_perplexity"})
 #: Largest number of characters of a name in a picture.
 LONGEST = 32
+#: Most sites whose names stand in a picture.
+MOST_SITES = 16
 #: Rounds and values of metrics by name.
 Series: TypeAlias = Mapping[str, Sequence[tuple[int, float]]]
 #: Width in inches of a picture that can be read on a phone.
@@ -144,6 +142,39 @@ def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> 
         frameon=False,
         handlelength=3.2,
     )
+    return figure
+
+
+def sites_plot(
+    pairs: Mapping[str, tuple[float, float]], metric: str, ends: tuple[str, str]
+) -> Figure:
+    """Draw a line for each site, from alone to federated.
+
+    Lines that fall are dashed. More than ``MOST_SITES`` sites have no names.
+
+    Args:
+        pairs: the values of each site, by name.
+        ends: what the values are of.
+    """
+    figure, panels = new_figure([metric], height=3.4)
+    ax = panels[metric]
+    for values in pairs.values():
+        falls = int(values[1] < values[0])
+        look: Any = {"color": PALETTE[falls], "ls": LINES[falls]}
+        ax.plot(ends, values, marker=MARKERS[falls], ms=4, lw=1.4, **look)
+    ordered = sorted(pairs, key=lambda site: pairs[site][1])
+    named = ordered if len(ordered) <= MOST_SITES else []
+    # Names stand in the order of their values, with the same space between them.
+    for place, site in enumerate(named):
+        ax.annotate(
+            as_label(site),
+            (1, pairs[site][1]),
+            (1.12, (place + 0.5) / len(named)),
+            textcoords=("data", "axes fraction"),
+            arrowprops={"arrowstyle": "-", "color": "0.7"},
+        )
+    ax.set_xlim(-0.15, 2 if named else 1.15)
+    ax.set_ylabel(as_label(spoken(metric)))
     return figure
 
 

@@ -11,8 +11,10 @@ from typing import Literal, NamedTuple, TypeAlias
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from fedrot.distances import Shares, shares_by
+from fedrot.simulations.paired import Paired
 from fedrot.simulations.run_folder import Row
-from fedrot.simulations.summary import Paired, Verdict, span
+from fedrot.simulations.site_gains import FEW_ROWS, SiteGains
+from fedrot.simulations.summary import Verdict, span
 from fedrot.symmetry import NO_LAYER
 
 #: A column of names is at least as wide as its names, up to this number of characters.
@@ -102,6 +104,44 @@ def results_table(verdict: Verdict, metrics: Sequence[str]) -> Table:
         "MB",
     )
     return _table(header, lines, ("strategy",), verdict.scored)
+
+
+def sites_table(sites: SiteGains) -> Table:
+    """Return a line for alone and for each strategy, on the sites' own test rows."""
+    lines = []
+    for name, gain in sites.gains.items():
+        gained = (NONE, NONE)
+        if name != sites.alone:
+            count = f"{gain.better} of {len(gain.differences)}"
+            gained = (count, format_difference(gain.against))
+        lines.append(
+            (
+                name,
+                number(gain.values.mean()),
+                number(gain.everywhere),
+                gain.worst,
+                number(gain.values[gain.worst]),
+                of_rows(sites.rows[gain.worst]),
+                *gained,
+            )
+        )
+    header = (
+        "model",
+        "own rows: mean",
+        "global head",
+        "worst site",
+        "its value",
+        "its test rows",
+        "sites better than alone",
+        f"against {sites.alone}",
+    )
+    title = f"{spoken(sites.metric)} on the sites' own test rows"
+    return _table(header, lines, ("model", "worst site"), title)
+
+
+def of_rows(rows: float) -> str:
+    """Return a number of test rows; few are marked."""
+    return f"{rows:.0f}, few" if rows < FEW_ROWS else f"{rows:.0f}"
 
 
 def lost_table(rows: Iterable[Row]) -> Table | None:

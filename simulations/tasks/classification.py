@@ -66,9 +66,11 @@ class Classification(Objective):
         encoded: Any,
         rows: ndarray,
     ) -> Scores:
-        import numpy as np
+        return self.scores(self.logits(model, encoded, rows), encoded, rows)
 
-        from fedrot.simulations.tasks.scores import evaluate_predictions
+    def logits(self, model: Module, encoded: Any, rows: ndarray) -> ndarray:
+        """Return a model's logits of rows, ``[rows, outputs]``; see ``evaluate``."""
+        import numpy as np
 
         order = []
         outputs = []
@@ -76,7 +78,14 @@ class Classification(Objective):
             batch = model_inputs(model, encoded.batch(rows[places]))
             outputs.append(model(**batch).logits.float().numpy())
             order.append(places)
-        logits = np.concatenate(outputs)[np.argsort(np.concatenate(order))]
+        return np.concatenate(outputs)[np.argsort(np.concatenate(order))]
+
+    def scores(self, logits: ndarray, encoded: Any, rows: ndarray) -> Scores:
+        """Return the metrics and ``loss`` of the logits of rows."""
+        import numpy as np
+
+        from fedrot.simulations.tasks.scores import evaluate_predictions
+
         labels = encoded.labels[rows]
         if self.data.domains:
             return self._by_domain(np.array(encoded.domains)[rows], logits, labels)

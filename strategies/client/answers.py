@@ -50,6 +50,7 @@ from fedrot.strategies.wire.fitting_messages import (
     WHY_NOT_ALONE,
     WITHHELD,
 )
+from fedrot.strategies.wire.label_names import LABELS, labels_record
 from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.labelled_rows import as_batch
 from fedrot.task_head.losses import TaskHeads, collect_losses, compare_losses
@@ -156,7 +157,10 @@ class _Request:
                 name: self._labelled(_read(data, name))
                 for name in ("training", "held_out")
             }
-            return RecordDict({ROWS: MetricRecord({**counts})})
+            content = RecordDict({ROWS: MetricRecord({**counts})})
+            if self._config.get(LABELS):
+                content[LABELS] = labels_record(data.build())
+            return content
         if stage == COUNT_CLASSES:
             rows = _read(data, "training")
             by_class = collect_counts(data.build(), rows, self._problem_type)
@@ -166,7 +170,9 @@ class _Request:
         if not self._task_head:
             model = _loaded(data.build(), from_arrays(self._arrays[MODEL]))
             losses = collect_losses(model, _read(data, "held_out"))
-            return RecordDict({LOSSES: to_arrays(vars(losses))})
+            return RecordDict(
+                {LOSSES: to_arrays(vars(losses)), LABELS: labels_record(model)}
+            )
         bodies = self._bodies()
         if bodies is None:
             return RecordDict({LACKS: ConfigRecord()})

@@ -24,6 +24,7 @@ from fedrot.strategies.fitting.sites import ask_alone, reported
 from fedrot.strategies.reporting.rows import report_metrics
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.wire.fitting_messages import PRIORS
+from fedrot.strategies.wire.label_names import Names, check_names, wanted_names
 
 
 class FitsTaskHead(ReplyStrategy):
@@ -80,6 +81,12 @@ class FitsTaskHead(ReplyStrategy):
     def half_way(self) -> bool:
         """Whether the model half way is a candidate."""
         return True
+
+    def check_labels(self, node: int, names: Names) -> None:
+        """Use also the names that nodes have said for a fit."""
+        by_node = {} if self._fitting is None else self._fitting.names
+        wanted = wanted_names(self.model_config, by_node)
+        check_names(names or by_node.get(node, ()), wanted)
 
     def summary(self) -> None:
         """Log that heads are fitted, then the summaries behind."""

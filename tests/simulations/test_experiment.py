@@ -50,14 +50,14 @@ def test_every_task_has_an_experiment_of_its_own(task):
 @pytest.mark.parametrize(
     ("fields", "strategies"),
     [
-        ({}, "fedavg fedavg_head head_only fit_head"),
-        ({"start": "different"}, "fedavg fedavg_head head_only fit_head aligned"),
+        ({}, "fedavg fedavg_head head_only fit_head alone"),
+        ({"start": "different"}, "fedavg fedavg_head head_only fit_head aligned alone"),
         ({"holdout": 0}, "fedavg aligned"),
         ({"data": "a,b"}, "fedavg aligned"),
         ({"unseen_data": "c"}, "fedavg aligned"),
         ({"task": "clm"}, "fedavg aligned"),
-        (OF_LORA, "fedavg exact head_only fit_head"),
-        (OF_RANKS, "exact head_only"),
+        (OF_LORA, "fedavg exact head_only fit_head alone"),
+        (OF_RANKS, "exact head_only alone"),
         ({"model": "smollm2", "task": "clm", "lora": LORA}, "fedavg exact"),
     ],
 )

@@ -382,15 +382,17 @@ def test_costs_are_of_trainings_that_are_not_shared():
     more = {"rounds": 2, "holdout": 0.1, "first_epochs": 3, "local_epochs": 2}
     # Rows that are trained on, and others that pass through the model.
     expected = {
-        "fedavg": (2500, 60),
-        "fedavg_head": (0, 560),
-        "aligned": (1000, 60),
-        "head_only": (0, 520),
-        "fit_head": (1000, 2560),
-        "slow": (2500, 60),
-        "half": (500, 60),
+        "fedavg": (2500, 80),
+        "fedavg_head": (0, 580),
+        "aligned": (1000, 80),
+        "head_only": (0, 540),
+        "fit_head": (1000, 2580),
+        "alone": (2500, 80),
+        "local_finetuning": (500, 80),
+        "slow": (2500, 80),
+        "half": (500, 80),
     }
-    names = [*expected][:5]
+    names = [*expected][:7]
     cells, found = costs(of(strategies=[*names, *tables], train_limit=500, **more))
     for cell in cells:
         trained, passed = expected[cell.strategy.name]
@@ -595,7 +597,7 @@ def encoder(tmp_path_factory):
     ("values", "strategies"),
     [
         ({"strategies": "fedavg,aligned,fit_head"}, 3),
-        ({"lora": '{r = [1, 3], target_modules = ["query", "value"]}'}, 2),
+        ({"lora": '{r = [1, 3], target_modules = ["query", "value"]}'}, 3),
     ],
 )
 def test_a_model_of_another_precision_runs_as_the_dry_run_says(

@@ -259,8 +259,10 @@ def test_a_strategy_of_some_clients_tells_them_what_it_needs_and_chooses_by_thei
     played = play(nodes=listening(heard), strategies=[some], **fields)
     expected = {"seed": 0, "lr": 0.5, "batches": 2}
     expected["experiment"] = played.experiment.to_json()
-    assert sorted(client for client, _ in heard) == [0, 2]
-    assert all(told.items() >= expected.items() for _, told in heard)
+    # Then each fits a head of its own, and nobody else is asked.
+    assert sorted(client for client, _ in heard[:2]) == [0, 2]
+    assert {client for client, _ in heard} == {0, 2}
+    assert all(told.items() >= expected.items() for _, told in heard[:2])
     scopes = {row["scope"] for row in played.rows if "client" in row["scope"]}
     assert scopes == {"client:0", "client:2"}
     held = played.clients(held_out=True)
@@ -289,7 +291,10 @@ def test_what_is_recorded(play):
     sizes = [len(rows) for rows in played.clients()]
     found = played.values
     scopes = {"central", "messages", "round", "client:0", "client:1"}
-    assert {row["scope"] for row in played.rows} == scopes
+    of_sites = {row["scope"] for row in played.rows if row["scope"][:3] == "own"}
+    names = ("own", "own-global", "own-alone")
+    assert of_sites == {f"{name}:{client}" for name in names for client in (0, 1)}
+    assert {row["scope"] for row in played.rows} == scopes | of_sites
     assert all(row.keys() == {*FIELDS} for row in played.rows)
     start = found("accuracy", strategy="fedavg")["fedavg", "central", 0, 0]
     for client, size in enumerate(sizes):
@@ -418,7 +423,7 @@ def test_heads_are_fitted_at_the_end_at_the_start_or_in_rounds(tmp_path):
         {
             (r["scope"], r["round"], r["metric"]): r["value"]
             for r in played.rows
-            if r["strategy"] == strategy.name
+            if r["strategy"] == strategy.name and r["scope"][:3] != "own"
         }
         for strategy in experiment.strategies
     )

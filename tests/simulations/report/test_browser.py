@@ -4,6 +4,7 @@ light and dark.
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from fedrot.simulations.report.pages import present, write_strategy_report
 from tests.simulations.report.runs import HOSTILE, group, write_folder
-from tests.simulations.report.test_pages import write_lines
+from tests.simulations.report.test_pages import live_site, write_lines
 
 CHROMIUM = (
     shutil.which("chromium")
@@ -49,18 +50,41 @@ def opened(file, width, scheme="light"):
         browser.close()
 
 
+def with_sites(folder):
+    """Add own rows of eight sites to the results of a run folder."""
+    for file in (folder / "cells").glob("*.json"):
+        cell = json.loads(file.read_text())
+        shared = {**cell["rows"][-1], "round": 3}
+        for number, name in enumerate([HOSTILE, "b" * 60, *"cdefgh"]):
+            for scope in ("own", "own-global", "own-alone"):
+                for metric, value in (("accuracy", 0.1 * number), ("test-rows", 9)):
+                    place = {"scope": f"{scope}:{name}", "metric": metric}
+                    cell["rows"].append({**shared, **place, "value": value})
+        file.write_text(json.dumps(cell))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     rows = [group(n, "ffn", 0, 0.4, found=0.8, chance=0.2) for n in (1, 2)]
     write_lines(
-        folder / "rows.jsonl", [*rows, {"round": 1, "client": 7, "dropped": HOSTILE}]
+        folder / "rows.jsonl",
+        [
+            *rows,
+            {"round": 1, "client": 7, "dropped": HOSTILE},
+            live_site(HOSTILE, 9, 0.5, 0.625),
+            live_site("b" * 40, 90, 0.5, 0.375),
+        ],
     )
     gains = {"fedavg": 0.0, "aligned": 0.0008, "fit_head": 0.05}
     hostile = {HOSTILE: {"fedavg": 0.0, HOSTILE: 0.01}, "two": gains}
     quiet = Console(quiet=True)
     return {
         "run": present(write_folder(folder / "run", {"main": gains}), quiet),
+        "sites": present(
+            with_sites(write_folder(folder / "sites", {"main": gains})), quiet
+        ),
         "hostile": present(write_folder(folder / "hostile", hostile), quiet),
         "strategy": write_strategy_report(folder / "rows.jsonl"),
     }
@@ -70,7 +94,7 @@ def pages(tmp_path_factory):
     CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"
 )
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
-@pytest.mark.parametrize("name", ["run", "hostile", "strategy"])
+@pytest.mark.parametrize("name", ["run", "sites", "hostile", "strategy"])
 def test_nothing_scrolls_sideways(name, width, scheme, pages):
     with opened(pages[name], width, scheme) as page:
         found = page.evaluate(MEASURE)

@@ -227,9 +227,65 @@ def test_the_page_stands_beside_its_file(tmp_path):
     )
 
 
+def live_site(site, rows, before, after, **more):
+    """Return a site's row of a live run in its second round."""
+    scores = {
+        name: {"loss": 2 - accuracy, "accuracy": accuracy, "macro_f1": 0.1}
+        for name, accuracy in (("alone", before), ("global", 0.25), ("own", after))
+    }
+    gain = [after - before + shift for shift in (0, -0.1, 0.05)]
+    told = {"round": 2, "stage": "site", "client": 70, "training": 90, "chose": False}
+    counted = {"rows": rows, "classes": {"joy": [60, 9]}, "gain": gain}
+    return {**told, "site": site, **counted, **scores, **more}
+
+
+OF_SITES = {
+    "sites": 3,
+    "withheld": 2,
+    "sites-better": 1,
+    "sites-worse": 1,
+    "own-accuracy": 0.7,
+    "own-accuracy-worst": None,
+}
+LIVE = [
+    live_site("north", 40, 0.5, 0.7, round=1),
+    live_site("north", 40, 0.5, 0.75),
+    live_site("<b>", 60, 0.625, 0.5),
+    live_site("", 12, 0.5, 0.5, chose=True),
+    {"round": 2, "stage": "sites", "metrics": OF_SITES},
+]
+
+
+def test_sites_of_a_live_run_have_a_line_with_support_each(tmp_path):
+    page = write_strategy_report(write_lines(tmp_path / "rows.jsonl", LIVE)).read_text()
+    parts = [
+        "Accuracy in round 2. Figures of 3 sites; 2 withhold theirs.",
+        '"site"><b><',
+        '"test rows" class="number">60<',
+        '"alone" class="number">0.625<',
+        '"global head" class="number">0.250<',
+        '"own head" class="number">0.500<',
+        ">-0.125 [-0.225, -0.075]<",
+        '"site">north<',
+        ">+0.250 [+0.150, +0.300]<",
+        ">client 70<",
+        ">12, few, also chose<",
+        "<b> 0.625 and 0.500; north 0.500 and 0.750; client 70 0.500 and 0.500;",
+    ]
+    has_in_order(page, parts)
+    assert "0.700" not in page.split("Metrics by round")[0]
+    # A regression has losses alone, and one that diverged has no number.
+    losses = {name: {"loss": None} for name in ("alone", "global", "own")}
+    rows = [live_site("a", 30, 0, 0, **losses, gain=[None] * 3)]
+    page = write_strategy_report(write_lines(tmp_path / "b.jsonl", rows)).read_text()
+    has_in_order(page, ["Loss in round 2", ">- [-, -]<"])
+
+
 @pytest.mark.parametrize(
     "content",
     [
+        json.dumps(live_site("a", 9, 0.5, 0.5, gain=[0.1])) + "\n",
+        json.dumps(live_site("a", 9, 0.5, 0.5, own={"loss": "x"})) + "\n",
         "",
         '{"client": 1}\n',
         "[1, 2]\n",

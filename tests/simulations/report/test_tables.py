@@ -8,6 +8,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from fedrot.simulations.paired import Paired, paired_difference
 from fedrot.simulations.report.tables import (
     Table,
     TableCell,
@@ -18,7 +19,6 @@ from fedrot.simulations.report.tables import (
     lost_table,
     number,
 )
-from fedrot.simulations.summary import Paired, paired_difference
 from tests.simulations.report.runs import group
 
 

@@ -105,8 +105,9 @@ def keep_absent(
     for candidate, other in zip(candidates, others, strict=True):
         candidate.weight[absent] = other.weight[absent].to(candidate.weight)
         candidate.bias[absent] = other.bias[absent].to(candidate.bias)
-        if None not in (candidate.priors, other.priors) and bool(absent.any()):
-            candidate.priors[absent] = other.priors[absent]
+        shares, before = candidate.priors, other.priors
+        if shares is not None and before is not None and bool(absent.any()):
+            shares[absent] = before[absent]
 
 
 @dataclass(frozen=True, eq=False)

@@ -93,11 +93,13 @@ def site_model(
     if expected is not None:
         counts = _counts_of(expected, problem_type)
     layer = tensors[weight], tensors[bias]
-    own = with_task_head(tensors, name, *site_head(layer, shares, counts, problem_type))
+    changed = with_task_head(
+        tensors, name, *site_head(layer, shares, counts, problem_type)
+    )
     if adapted:
-        load_as_sent(copy, own)
+        load_as_sent(copy, changed)
     else:
-        copy.load_state_dict(own)
+        copy.load_state_dict(changed)
     if problem_type != REGRESSION:
         rows_of_all = counts[kind.centres].sum()
         by_class = counts[-len(shares) :]

@@ -83,8 +83,8 @@ class Sites:
     @property
     def worst(self) -> Row:
         """The row of the site with the worst own head."""
-        worst = min if self.measure == "accuracy" else max
-        return worst(self.rows, key=lambda row: row["own"][self.measure])
+        sign = 1 if self.measure == "accuracy" else -1
+        return min(self.rows, key=lambda row: sign * row["own"][self.measure])
 
     def metrics(self) -> dict[str, float]:
         """Return numbers of sites, and means over them.
@@ -287,7 +287,7 @@ def _read(node: int, content: RecordDict, labels: Sequence[str]) -> Row | str:
         values = {name: tensor.tolist() for name, tensor in sent.items()}
         raise UpdateError(f"Figures of the report are out of range: {values}.")
     # Of a regression a lower value is better.
-    alone, _, own = heads[:, :2][:, -1] * (1 if labels else -1)
+    compared = heads[:, :2][:, -1] * (1 if labels else -1)
     (training, reported_on), *by_class = rows.long().mT.tolist()
     of_heads = [dict(zip(names, values, strict=True)) for values in heads.tolist()]
     site = configs[SITE]
@@ -298,7 +298,7 @@ def _read(node: int, content: RecordDict, labels: Sequence[str]) -> Row | str:
         "chose": bool(site["chose"]),
         "classes": dict(zip(labels, by_class, strict=True)),
         **dict(zip(HEADS, of_heads, strict=True)),
-        "gain": [float(own - alone), *noise.tolist()],
+        "gain": [float(compared[2] - compared[0]), *noise.tolist()],
     }
 
 

@@ -15,13 +15,17 @@ from fedrot.strategies.client.add_statistics import add_statistics
 from fedrot.strategies.client.align_mod import align_mod
 from fedrot.strategies.client.answers import LabelledRows, answer_with_sums
 from fedrot.strategies.client.moves import Matching, match_at_client
+from fedrot.strategies.client.site_model import site_model
 from fedrot.strategies.fedrot import FedRot
+from fedrot.strategies.fitting.class_priors import class_priors
 from fedrot.strategies.fitting.fit_task_head import fit_task_head
 from fedrot.strategies.fitting.held_out import evaluate_at_clients
+from fedrot.strategies.fitting.sites import report_sites
 from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA, adapter_record
 from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays, model_hash, to_arrays
+from fedrot.strategies.wire.label_names import labels_record
 from fedrot.strategies.wire.statistics_record import (
     statistics_record,
     wanted_statistics,
@@ -49,11 +53,15 @@ __all__ = [
     "add_statistics",
     "align_mod",
     "answer_with_sums",
+    "class_priors",
     "evaluate_at_clients",
     "fit_task_head",
     "from_arrays",
+    "labels_record",
     "match_at_client",
     "model_hash",
+    "report_sites",
+    "site_model",
     "statistics_record",
     "to_arrays",
     "wanted_statistics",

@@ -77,9 +77,6 @@ class ReplyStrategy(PlaysRounds):
     #: Whether, or by which name, the task head is fitted; None without such an option.
     fit_head: bool | str | None = None
 
-    #: The model's configuration or symmetry, if it is known.
-    model_config: object = None
-
     def __init__(
         self,
         *args: Any,
@@ -186,6 +183,7 @@ class ReplyStrategy(PlaysRounds):
         )
         # Before 1.43, Flower returned no model if every round had failed.
         result.arrays = result.arrays or initial_arrays
+        self.ended(result, initial_arrays)
         if empty := empty_rounds(self._verdicts):
             log(WARNING, empty)
         for line in run_lines(
@@ -218,6 +216,7 @@ class ReplyStrategy(PlaysRounds):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask for statistics; store the model and requests for ``aggregate_train``."""
+        config.update(self.tells)
         self._config = config
         self._grid = grid
         kinds = self.needs(server_round)
@@ -236,6 +235,7 @@ class ReplyStrategy(PlaysRounds):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the model in the precision of the wire, and store the requests."""
+        config.update(self.tells)
         messages = super().configure_evaluate(  # type: ignore[safe-super]
             server_round, arrays, config, grid
         )
@@ -311,6 +311,11 @@ class ReplyStrategy(PlaysRounds):
         """Check the first model before any client trains; raises ``FedrotError``."""
         arguments.check_initial_arrays(arrays, self.model_config, self.aligns)
 
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        """What requests for training and evaluation say beside the user's settings."""
+        return {}
+
     def prepared(
         self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord
     ) -> ArrayRecord:
@@ -323,6 +328,13 @@ class ReplyStrategy(PlaysRounds):
     def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
         """Return a round's new model, given the merged one, after the last reply."""
         return arrays
+
+    def ended(self, result: Result, first: ArrayRecord) -> None:
+        """Called with the result of a run, after its last round.
+
+        Args:
+            first: the model before all rounds; its head may be a fitted one.
+        """
 
     def check_own_messages(self, messages: Sequence[Message]) -> None:
         """Check messages that a subclass made without ``super().configure_train``.

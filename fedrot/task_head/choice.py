@@ -42,6 +42,7 @@ class Candidate(Generic[B]):
         share: how much of a round's change the body has: 0, 0.5 or 1.
         shrinkage: of a fitted head; NaN for a model's own head.
         divisor: by which the logits of a fitted head are divided already.
+        priors: in the bias of a fitted head, see ``OutputKind.priors``.
     """
 
     body: B
@@ -50,6 +51,7 @@ class Candidate(Generic[B]):
     share: float = 1.0
     shrinkage: float = math.nan
     divisor: float = 1.0
+    priors: Tensor | None = None
 
     @property
     def fitted(self) -> bool:
@@ -82,8 +84,9 @@ def with_fitted_task_heads(
     weights = weights / divisors.reshape(-1, 1, 1)
     biases = biases / divisors.unsqueeze(1)
     heads = zip(weights, biases, shrinkages, divisors.tolist(), strict=True)
+    shares = sums.kind.priors(sums.counts if priors is None else priors)
     return [
-        Candidate(like.body, weight, bias, like.share, shrinkage, divisor)
+        Candidate(like.body, weight, bias, like.share, shrinkage, divisor, shares)
         for weight, bias, shrinkage, divisor in heads
     ]
 
@@ -102,6 +105,8 @@ def keep_absent(
     for candidate, other in zip(candidates, others, strict=True):
         candidate.weight[absent] = other.weight[absent].to(candidate.weight)
         candidate.bias[absent] = other.bias[absent].to(candidate.bias)
+        if None not in (candidate.priors, other.priors) and bool(absent.any()):
+            candidate.priors[absent] = other.priors[absent]
 
 
 @dataclass(frozen=True, eq=False)

@@ -120,6 +120,13 @@ class OutputKind(ABC):
     def right(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return which rows are predicted as labelled, bool ``[heads, rows]``."""
 
+    @abstractmethod
+    def predicted(self, logits: Tensor) -> Tensor:
+        """Return which classes or labels are predicted, bool ``[heads, rows, k]``.
+
+        A regression predicts none, ``k`` is 0.
+        """
+
 
 class _ValuePerOutput(OutputKind):
     """Every row has a value for each output: the first count is that of all rows."""
@@ -220,6 +227,9 @@ class Numbers(_ValuePerOutput):
     def right(self, logits: Tensor, labels: Tensor) -> Tensor:
         return torch.zeros(logits.shape[:2], dtype=torch.bool, device=logits.device)
 
+    def predicted(self, logits: Tensor) -> Tensor:
+        return logits[..., :0] > 0
+
 
 class SeveralLabels(_ValuePerOutput):
     """Several labels a row, each there or not: a discriminant for every label."""
@@ -308,6 +318,9 @@ class SeveralLabels(_ValuePerOutput):
     def right(self, logits: Tensor, labels: Tensor) -> Tensor:
         return ((logits > 0) == (labels > 0)).all(-1)
 
+    def predicted(self, logits: Tensor) -> Tensor:
+        return logits > 0
+
 
 class OneClass(OutputKind):
     """One class a row: linear discriminant analysis."""
@@ -391,6 +404,10 @@ class OneClass(OutputKind):
 
     def right(self, logits: Tensor, labels: Tensor) -> Tensor:
         return logits.argmax(-1) == labels
+
+    def predicted(self, logits: Tensor) -> Tensor:
+        classes = nn.functional.one_hot(logits.argmax(-1), logits.shape[-1])
+        return classes > 0
 
 
 def _log_ratios(priors: Tensor, counts: Tensor, strength: float) -> Tensor:

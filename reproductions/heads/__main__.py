@@ -112,8 +112,32 @@ def sites(
 
 
 @app.command()
+def sites_gains(
+    rows: Path,
+    out: Path,
+    data_dir: Annotated[Path, typer.Option(help="Folder of the data card.")],
+) -> None:
+    """Write OUT, a Parquet file: ROWS of `sites` with gains over each site alone."""
+    import pandas
+
+    from fedrot.simulations.pretrained import source_of
+    from reproductions.heads.cell import load
+    from reproductions.heads.sites import add_gains
+
+    tokenizer = Path(source_of("minilm")) / "tokenizer.json"
+    frame = pandas.read_json(rows, lines=True)
+    gains = add_gains(
+        frame, lambda *place: load(*place, folder=data_dir, tokenizer=tokenizer)
+    )
+    small = gains.select_dtypes("float64").astype("float32")
+    names = gains[["data", "arm"]].astype("category")
+    gains.assign(**small, **names).to_parquet(out, index=False)
+
+
+@app.command()
 def sites_table(rows: Path, ours: str = "ours-lowest/own") -> None:
-    """Print means over the runs in ROWS of `sites`, and the best rival of every cell.
+    """Print means over the runs in ROWS of `sites-gains`, and the best rival of every
+    cell.
 
     Sites with fewer than 20 training rows count in the means, not as worst site.
     """
@@ -124,24 +148,24 @@ def sites_table(rows: Path, ours: str = "ours-lowest/own") -> None:
     from reproductions.heads.cell import FEWEST
     from reproductions.heads.sites import PERSONAL
 
-    lines = rows.suffix != ".parquet"
-    frame = pandas.read_json(rows, lines=True) if lines else pandas.read_parquet(rows)
+    frame = pandas.read_parquet(rows)
+    frame = frame[frame["site"] >= 0]
     run = ["data", "skew", "seed"]
     large = frame[frame["rows"] >= FEWEST]
     frame["not worse"] = frame["gain"] + 1.96 * frame["error"] >= 0
     frame["better"] = frame["gain"] - 1.96 * frame["error"] > 0
     measures = ["accuracy", "balanced", "loss", "ece", "not worse", "better"]
-    means = frame.groupby(["arm", *run])[measures].mean()
-    means["worst"] = large.groupby(["arm", *run])["accuracy"].min()
+    means = frame.groupby(["arm", *run], observed=True)[measures].mean()
+    means["worst"] = large.groupby(["arm", *run], observed=True)["accuracy"].min()
     accuracy = means["accuracy"].unstack("arm")
     table = []
-    for arm, own in means.groupby("arm").mean().iterrows():
+    for arm, own in means.groupby("arm", observed=True).mean().iterrows():
         figures = [f"{own[name]:.3f}" for name in (*measures, "worst")]
         by = ahead(accuracy, ours, str(arm))
         table.append((str(arm), str(accuracy[arm].count()), *figures, by))
     table.sort(key=lambda line: line[2], reverse=True)
     cells = []
-    for (data, skew), own in accuracy.groupby(["data", "skew"]):
+    for (data, skew), own in accuracy.groupby(["data", "skew"], observed=True):
         best = own[[arm for arm in PERSONAL if arm in own]].mean().idxmax()
         figures = [f"{own[arm].mean():.3f}" for arm in (best, ours)]
         cells.append((str(data), f"{skew:g}", best, *figures, ahead(own, ours, best)))

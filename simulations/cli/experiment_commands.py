@@ -159,20 +159,27 @@ def flower_app(folder: Annotated[Path, Argument(hidden=True)]) -> None:
     app,
     "fedrot report runs/first",
     "fedrot report alignment.jsonl --verify runs/tuesday",
+    "fedrot report alignment.jsonl --client 7",
 )
 def report(
     run_or_file: Annotated[Path, Argument(hidden=True)],
     verify: Annotated[
         Path | None, Option(help="Checkpoints, to compare with hashes.")
     ] = None,
+    client: Annotated[
+        str | None, Option(help="A client, to list rounds with its updates.")
+    ] = None,
 ) -> None:
     """Write the page of a run folder, or of a strategy's file of rows; or verify
-    checkpoints.
+    checkpoints; or list the rounds of a client.
     """
+    from fedrot.simulations.report.client_updates import rounds_of
     from fedrot.simulations.report.hashes import verified
     from fedrot.simulations.report.pages import present, write_strategy_report
 
-    if verify is not None:
+    if client is not None:
+        console.print(rounds_of(client, run_or_file))
+    elif verify is not None:
         console.print(verified(run_or_file, verify))
     elif run_or_file.is_file():
         console.print(f"Report: {write_strategy_report(run_or_file)}")

@@ -173,6 +173,7 @@ class CellStrategy(ReplyStrategy):
     """
 
     trusts_ids = True
+    reports_sites = False
     #: How adapters are loaded; see ``models.LOADERS``.
     loads = ""
 

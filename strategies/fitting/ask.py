@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from logging import WARNING
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,6 +36,13 @@ from fedrot.strategies.wire.fitting_messages import (
     TASK_HEAD,
 )
 from fedrot.strategies.wire.flower_compat import failure_of
+from fedrot.strategies.wire.label_names import (
+    LABELS,
+    Names,
+    check_names,
+    read_names,
+    wanted_names,
+)
 from fedrot.strategies.wire.lazy_grid import LazyGrid
 from fedrot.task_head.losses import LossSums
 from fedrot.task_head.outputs import SINGLE
@@ -66,6 +73,8 @@ class Clients:
         timeout: seconds to wait for the answers to each request.
         described: the model's configuration; None for an adapter.
         trusted: whether the sums of all clients are used, also harmful ones.
+        without: nodes that are not asked.
+        names: of labels, by node; answers of nodes with others are left out.
     """
 
     grid: Grid
@@ -75,6 +84,8 @@ class Clients:
     timeout: float = 3600
     described: object = None
     trusted: bool = False
+    without: Collection[int] = ()
+    names: dict[int, Names] = field(default_factory=dict)
 
     def ask(
         self,
@@ -85,7 +96,8 @@ class Clients:
     ) -> dict[int, T]:
         """Return what ``read`` makes of each answer, by node.
 
-        Answers are read as they arrive; warnings name the nodes without one.
+        Answers are read as they arrive; warnings name the nodes without one, and those
+        whose labels mean something else.
 
         Args:
             content: sent to every node, beside the configuration.
@@ -95,7 +107,15 @@ class Clients:
             FedrotError: there is no usable answer; the message has the last reason.
         """
         request = self._content(stage, content or {}, {})
-        return self._ask(dict.fromkeys(nodes, request), read)
+        answers = self._ask(dict.fromkeys(nodes, request), read)
+        orders = {*self.names.values()} - {()}
+        if len(orders) > 1 and not wanted_names(self.described, self.names):
+            log(
+                WARNING,
+                "Clients' labels differ, and no order is that of most clients: %s",
+                legible(str(self.names)),
+            )
+        return answers
 
     def ask_about(
         self,
@@ -172,12 +192,18 @@ class Clients:
     def _ask(
         self, contents: Mapping[int, RecordDict], read: Callable[[int, RecordDict], T]
     ) -> dict[int, T]:
-        requests = [
-            Message(
-                RecordDict({**content}), dst_node_id=node, message_type=MESSAGE_TYPE
+        requests = []
+        for node in contents:
+            if node in self.without:
+                continue
+            content = RecordDict({**contents[node]})
+            # Asked once, since a client has to build its model for the names.
+            if node not in self.names:
+                asking = {**content.config_records["config"], LABELS: True}
+                content["config"] = ConfigRecord(asking)
+            requests.append(
+                Message(content, dst_node_id=node, message_type=MESSAGE_TYPE)
             )
-            for node, content in contents.items()
-        ]
         lazy = self.grid if isinstance(self.grid, LazyGrid) else LazyGrid(self.grid)
         replies = lazy.send_and_receive(requests, timeout=self.timeout)
         asked = Asked(lazy.sent)
@@ -198,11 +224,20 @@ class Clients:
                         failure_of(reply, "fedrot.strategies.answer_with_sums")
                     )
                 asked.accept(reply)
+                if LABELS in reply.content:
+                    self.names.setdefault(node, read_names(reply.content))
                 answers[node] = read(node, reply.content)
             except Exception as error:
                 leave_out(node, refusal(error))
         for node in asked.silent:
             leave_out(node, "no answer before the timeout.")
+        wanted = wanted_names(self.described, self.names)
+        for node in [*answers]:
+            try:
+                check_names(self.names.get(node, ()), wanted)
+            except UpdateError as error:
+                del answers[node]
+                leave_out(node, error)
         if not answers:
             raise FedrotError(f"No client gave a usable answer. {last_reason}")
         return answers

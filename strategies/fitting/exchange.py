@@ -180,6 +180,7 @@ class Exchange:
             shrinkage=taken.shrinkage,
             change=choice.change.decisive,
             error=choice.change.error,
+            priors=() if taken.priors is None else tuple(taken.priors.tolist()),
         )
 
     def _sums(self, body: Body, bodies: Iterable[Body]) -> Groups:

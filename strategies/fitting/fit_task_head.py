@@ -8,6 +8,7 @@ rows. The lowest loss wins; a quarter of the clients cannot turn the choice
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,7 @@ from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.round.outbox import as_sent
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.strategies.wire.fitting_messages import half_way, hash_of
+from fedrot.strategies.wire.label_names import Names
 from fedrot.task_head.names import adapter_task_head_of, task_head_of
 from fedrot.task_head.outputs import problem_type_of, usual_problem_type
 
@@ -36,6 +38,7 @@ def fit_task_head(
     timeout: float = 3600,
     wire: torch.dtype | None = None,
     trusted: bool = False,
+    without: Iterable[int] = (),
 ) -> FittedTaskHead:
     """Fit the task head of a model to the rows of all connected clients; nobody trains.
 
@@ -65,6 +68,8 @@ def fit_task_head(
         wire: precision of the model that is sent to the clients, as in ``Server``.
         trusted: whether all sites trust each other. No client's sums are then left out
             for making the head worse: labels that one site has alone count in full.
+        without: ids of nodes that are not asked, such as those of sites that have left.
+            The head has the bits of one that never had them.
 
     Example: ``final = fit_task_head(grid, result.arrays, model.config).arrays``
 
@@ -74,6 +79,7 @@ def fit_task_head(
     """
     fitting = TaskHeadFitting(model_config, task_head, wire, trusted)
     clients = fitting.clients(grid, config or ConfigRecord(), timeout, arrays)
+    clients.without = frozenset(map(int, without))
     result = fitting.fit(clients, arrays)
     result.log("Task head")
     return result
@@ -83,7 +89,7 @@ def fit_task_head(
 class TaskHeadFitting:
     """Fits the task heads of one run's models.
 
-    It knows which bodies clients have kept.
+    It knows which bodies clients have kept, and the names of their labels.
 
     Attributes:
         described: the model's configuration; not needed for an adapter.
@@ -98,6 +104,8 @@ class TaskHeadFitting:
     trusted: bool
     #: By the hash of a body: the nodes that have kept it.
     kept_by: dict[str, set[int]] = field(default_factory=dict)
+    #: By node; nodes are asked once.
+    names: dict[int, Names] = field(default_factory=dict)
 
     def clients(
         self, grid: Grid, config: ConfigRecord, timeout: float, arrays: ArrayRecord
@@ -123,6 +131,7 @@ class TaskHeadFitting:
             )
         clients = Clients(grid, task_head, config=config, timeout=timeout)
         clients.trusted = self.trusted
+        clients.names = self.names
         if is_adapter:
             clients.problem_type = usual_problem_type(len(weight))
         else:
@@ -147,11 +156,11 @@ class TaskHeadFitting:
                 all rounds.
             half: whether the model half way is a candidate.
         """
-        after = self._body(new, clients.task_head)
-        before = after if old is None else self._body(old, clients.task_head)
+        after = self.body(new, clients.task_head)
+        before = after if old is None else self.body(old, clients.task_head)
         bodies = {1.0: after}
         if half and old is not None:
-            middle = self._body(
+            middle = self.body(
                 as_sent(half_way(before.tensors, after.tensors), new), clients.task_head
             )
             # Clients have rounded bodies, whose mean is not the rounded mean.
@@ -165,7 +174,8 @@ class TaskHeadFitting:
         self.kept_by = {body.key: body.kept_by for body in (before, *bodies.values())}
         return result
 
-    def _body(self, arrays: ArrayRecord, task_head: str) -> Body:
+    def body(self, arrays: ArrayRecord, task_head: str) -> Body:
+        """Return a model as it is sent, with the clients that have kept its body."""
         tensors = from_arrays(arrays)
         sent = arrays if self.wire is None else to_arrays(tensors, self.wire)
         key = hash_of(from_arrays(sent), task_head)

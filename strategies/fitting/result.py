@@ -50,6 +50,9 @@ class FittedTaskHead:
             (``fedrot.task_head.votes``).
         error: the standard error of ``change``, from the differences of rows.
         reason: why no head could be fitted or compared; empty if one was.
+        priors: shares of classes in the bias of a fitted head, for ``site_model``: of
+            capped rows, without the sums that were left out. Empty if they are not
+            known, or in a regression.
     """
 
     arrays: ArrayRecord
@@ -63,6 +66,7 @@ class FittedTaskHead:
     change: float = math.nan
     error: float = math.nan
     reason: str = ""
+    priors: tuple[float, ...] = ()
 
     @property
     def loss(self) -> float:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from logging import INFO
+from collections.abc import Mapping
+from logging import INFO, WARNING
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy.strategy_utils import sample_nodes
+from torch import Tensor
 
-from fedrot.errors import FedrotError
+from fedrot._io import append_rows
+from fedrot.errors import FedrotError, refusal
 from fedrot.strategies.base import ReplyStrategy
+from fedrot.strategies.fitting.ask import Clients
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
 from fedrot.strategies.fitting.result import FittedTaskHead
+from fedrot.strategies.fitting.sites import ask_alone, reported
+from fedrot.strategies.reporting.rows import report_metrics
 from fedrot.strategies.round.record import RoundRecord
+from fedrot.strategies.wire.fitting_messages import PRIORS
+from fedrot.strategies.wire.label_names import Names, check_names, wanted_names
 
 
 class FitsTaskHead(ReplyStrategy):
@@ -25,12 +35,19 @@ class FitsTaskHead(ReplyStrategy):
     and the model half way, the last two with fitted heads. So no round is worse than
     the one before on the rows of all clients together; a single client may lose.
 
+    After the last round each site reports what it gains (``report_sites``). The metrics
+    of the last round then have ``fedrot-sites``, ``fedrot-sites-better`` and others in
+    ``result.train_metrics_clientapp``; ``Reporting`` writes a row for each site.
+
     Args:
         *args: of the strategy behind.
         fit_head: whether to fit; a name fits the layer of this name.
         trusted: whether all sites trust each other, see ``fit_task_head``.
         **kwargs: of the strategy behind.
     """
+
+    #: Whether sites report after the last round. Simulations measure them themselves.
+    reports_sites = True
 
     def __init__(
         self,
@@ -41,6 +58,8 @@ class FitsTaskHead(ReplyStrategy):
     ) -> None:
         self.fit_head = fit_head
         super().__init__(*args, **kwargs)
+        # Checkpoints hold every tensor, also one of before the first round.
+        self._priors: Tensor | None = None
         self._fitting: TaskHeadFitting | None = None
         if fit_head:
             self.needs_model = True
@@ -51,9 +70,23 @@ class FitsTaskHead(ReplyStrategy):
             )
 
     @property
+    def priors(self) -> list[float]:
+        """Shares of classes in the bias of the newest model, for ``site_model``.
+
+        Empty if they are not known.
+        """
+        return [] if self._priors is None else self._priors.tolist()
+
+    @property
     def half_way(self) -> bool:
         """Whether the model half way is a candidate."""
         return True
+
+    def check_labels(self, node: int, names: Names) -> None:
+        """Use also the names that nodes have said for a fit."""
+        by_node = {} if self._fitting is None else self._fitting.names
+        wanted = wanted_names(self.model_config, by_node)
+        check_names(names or by_node.get(node, ()), wanted)
 
     def summary(self) -> None:
         """Log that heads are fitted, then the summaries behind."""
@@ -78,23 +111,73 @@ class FitsTaskHead(ReplyStrategy):
         sample_nodes(grid, max(getattr(self._weighting, name, 0) for name in names), 0)
         result = self._fitting.fit(clients, arrays)
         result.log("Before round 1")
+        self._remember(result)
+        if self.reports_sites:
+            try:
+                first = self._fitting.body(arrays, clients.task_head)
+                ask_alone(clients, first, [*grid.get_node_ids()])
+            except Exception as error:
+                log(WARNING, "Sites have no heads alone yet: %s", refusal(error))
         return result.arrays
+
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        """The shares of classes in the model's bias, if they are known."""
+        return {PRIORS: self.priors} if self.priors else {}
+
+    def _remember(self, result: FittedTaskHead) -> None:
+        # The old model has its old shares; a head that is trained on from a fitted one
+        # has about those.
+        if result.priors:
+            self._priors = torch.tensor(result.priors).double()
 
     def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
         """Return the best model that a round offers, or the one before."""
         if self._fitting is None:
             return arrays
-        assert self._grid is not None  # from configure_train
         try:
-            clients = self._fitting.clients(
-                self._grid, self._config, self._timeout, arrays
-            )
+            clients = self._asked(self._fitting, arrays)
             result = self._fitting.fit(clients, arrays, self._broadcast, self.half_way)
         except FedrotError as error:
             result = FittedTaskHead(arrays, reason=str(error))
         result.log(f"Round {record.number}")
+        self._remember(result)
         record.measured = {**record.measured, **result.metrics()}
         if result.share == 0:
             # The round's updates are not in the model.
             record.origins.clear()
         return result.arrays
+
+    def ended(self, result: Result, first: ArrayRecord) -> None:
+        """Let the sites report, see ``report_sites``; a failure is a warning."""
+        try:
+            if self._fitting is not None and self.reports_sites:
+                self._report(self._fitting, result, first)
+        except Exception as error:
+            log(WARNING, "The sites have not reported: %s", refusal(error))
+
+    def _report(
+        self, fitting: TaskHeadFitting, result: Result, first: ArrayRecord
+    ) -> None:
+        clients = self._asked(fitting, result.arrays)
+        sites = reported(fitting, clients, result.arrays, first, self.priors)
+        sites.log()
+        last = max(result.train_metrics_clientapp, default=0)
+        metrics = sites.metrics()
+        noted = result.train_metrics_clientapp.setdefault(last, MetricRecord())
+        noted.update({f"fedrot-{name}": value for name, value in metrics.items()})
+        if self.reporting.rows_path is not None:
+            # As in other rows.
+            ids = self._clients
+            rows = [
+                {"round": last, "stage": "site", **row, "client": ids.get(node, node)}
+                for row in sites.rows
+                for node in [row["client"]]
+            ]
+            append_rows(self.reporting.rows_path, rows)
+        report_metrics(self.reporting, last, "sites", metrics)
+
+    def _asked(self, fitting: TaskHeadFitting, arrays: ArrayRecord) -> Clients:
+        """Return the clients, to be asked after a round."""
+        assert self._grid is not None  # from start
+        return fitting.clients(self._grid, self._config, self._timeout, arrays)

@@ -36,6 +36,7 @@ from fedrot.strategies.wire.arrays import (
     shapes_of,
     singly,
 )
+from fedrot.strategies.wire.label_names import Names, read_names
 from fedrot.strategies.wire.statistics_record import read_statistics
 from fedrot.tensors import (
     LARGEST_WEIGHT,
@@ -215,6 +216,7 @@ class Inbox:
         in_front: the name of a subclass's overriding ``aggregate_train``; empty without
             an override.
         hashes: see ``Reporting``.
+        check_labels: raises ``UpdateError`` if a node's labels have other names.
     """
 
     asked: Asked
@@ -227,6 +229,7 @@ class Inbox:
     figures: Mapping[str, float] = field(default_factory=dict)
     in_front: str = ""
     hashes: bool = False
+    check_labels: Callable[[int, Names], None] = lambda node, names: None
 
     def read(self, message: Message) -> Update | None:
         """Return a reply's update, or None if the reply is dropped or is an error."""
@@ -273,6 +276,7 @@ class Inbox:
                     f"The adapter's {name} is {sent!r:.60}, the server's "
                     f"{value!r:.60}. Build it with the server's LoraConfig."
                 )
+        self.check_labels(message.metadata.src_node_id, read_names(content))
         ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
         statistics = {}

@@ -24,6 +24,7 @@ from fedrot.strategies.round.update import Builder, MovedBroadcast, Update
 from fedrot.strategies.settings import Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.flower_compat import figures_of
+from fedrot.strategies.wire.label_names import Names, check_names, label_names
 from fedrot.tensors import Tensors
 
 #: Returns all updates of a round in the order in which they are merged.
@@ -108,6 +109,9 @@ class PlaysRounds(Strategy):
     #: Chooses between the result of a round and the plain mean, if there is a guard.
     comparison: Comparison | None = None
 
+    #: The model's configuration or symmetry, if it is known.
+    model_config: object = None
+
     server: Server
     reporting: Reporting
     #: True if a round holds all updates until every reply has arrived.
@@ -130,6 +134,15 @@ class PlaysRounds(Strategy):
     def needs(self, server_round: int) -> tuple[str, ...]:
         """Return the kinds of statistics that every reply of a round must have."""
         return ()
+
+    def check_labels(self, node: int, names: Names) -> None:
+        """Raise ``UpdateError`` if a reply's labels have other names than the model's.
+
+        Args:
+            node: that has sent the reply.
+            names: in the reply; they may be empty.
+        """
+        check_names(names, label_names(self.model_config))
 
     def aligner(
         self, broadcast: Tensors, mean: Mean | None, record: RoundRecord
@@ -173,6 +186,7 @@ class PlaysRounds(Strategy):
             figures=figures_of(self) | figures_of(self._weighting),
             in_front=in_front,
             hashes=self.reporting.hashes,
+            check_labels=self.check_labels,
         )
         order: Order | None = list if self.waits else None
         if self.waits and deterministic:

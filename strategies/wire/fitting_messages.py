@@ -1,7 +1,9 @@
 """Messages about task heads: names of records and keys, and hashes of bodies.
 
-A request has one of three stages: a client counts its rows, sums the features of its
-training rows by class, or evaluates task heads on its held-out rows.
+A request has one of six stages: a client counts its rows, sums the features of its
+training rows by class, evaluates task heads on its held-out rows, counts its training
+rows by class, fits a task head to its own sums alone, or reports the figures of its
+site.
 """
 
 from __future__ import annotations
@@ -23,6 +25,12 @@ MODEL, TASK_HEADS = "fedrot-model", "fedrot-heads"
 ROWS, SUMS = "fedrot-rows", "fedrot-class-sums"
 LOSSES, LACKS = "fedrot-losses", "fedrot-lacks"
 
+#: Records of an answer of a site: counts of its rows by class; that it reports nothing;
+#: that it lacks the head alone, or why it has none; and its figures and name.
+COUNTS, WITHHELD = "fedrot-counts", "fedrot-withheld"
+LACKS_ALONE, WHY_NOT_ALONE = "fedrot-lacks-alone", "fedrot-why-not-alone"
+FIGURES, SITE = "fedrot-figures", "fedrot-site"
+
 #: Keys of a request's configuration: the stage, the name of the task head (empty
 #: evaluates the model itself) and the problem type.
 STAGE, TASK_HEAD = "fedrot-stage", "fedrot-task-head"
@@ -32,8 +40,13 @@ PROBLEM_TYPE = "fedrot-problem-type"
 #: of those that a body is half way between.
 BODIES, KEEP, BETWEEN = "fedrot-bodies", "fedrot-keep", "fedrot-between"
 
+#: Further keys: shares of classes in the bias of the model, and the hash of the body of
+#: the head alone.
+PRIORS, FIRST = "fedrot-priors", "fedrot-first"
+
 #: The stages.
 COUNT, SUM, EVALUATE = "count", "sum", "evaluate"
+COUNT_CLASSES, ALONE, REPORT = "count-classes", "alone", "report"
 
 
 def hash_of(tensors: Tensors, task_head: str) -> str:

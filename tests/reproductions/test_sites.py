@@ -154,6 +154,8 @@ def test_priors_of_a_trained_head_are_those_of_the_clients_that_trained(world):
 
 def test_a_played_arm_is_that_of_its_rounds(world):
     model = world.played("fedavg")
+    fitted = play_all(world.federation, ARMS["fedavg+fit"], 2)
+    assert_close(world.played("fedavg+fit").flat, fitted.flat)
     flat = world.federation.start
     for number in (1, 2):
         zeros = [torch.zeros_like(flat)] * (CLIENTS + 1)
@@ -163,21 +165,31 @@ def test_a_played_arm_is_that_of_its_rounds(world):
 
 
 def test_rows_have_the_gain_over_the_stronger_way_alone(world, monkeypatch, tmp_path):
-    federation = world.federation
+    federation, cell = world.federation, world.cell
     monkeypatch.setattr(__main__, "federation_of", lambda *_, **__: federation)
-    out = tmp_path / "rows.jsonl"
-    arguments = ["sites", "sst2", "0.3", "5", "--data-dir", ".", "--out", str(out)]
-    result = CliRunner().invoke(__main__.app, [*arguments, "--rounds", "1"])
-    assert not result.exception, result.output
-    rows = pd.read_json(out, lines=True)
-    assert {*sites.SITE_ARMS} - {"ours+finetuning"} <= {*rows["arm"]}
-    assert (rows.groupby("arm").size() == CLIENTS).all()
-    table = rows.pivot_table("accuracy", "site", "arm")
+    monkeypatch.setattr("reproductions.heads.cell.load", lambda *_, **__: cell)
+    monkeypatch.setattr("fedrot.simulations.pretrained.source_of", lambda _: ".")
+    lines, out = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
+
+    def call(*arguments):
+        result = CliRunner().invoke(__main__.app, [*map(str, arguments)])
+        assert not result.exception, result.output
+        return result.output
+
+    given = ("--data-dir", ".", "--out", lines, "--rounds", 1)
+    call("sites", "sst2", 0.3, 5, *given)
+    call("sites-gains", lines, out, "--data-dir", ".")
+    every = pd.read_parquet(out)
+    rows = every[every["site"] >= 0]
+    assert {*sites.SITE_ARMS} <= {*rows["arm"]}
+    assert (rows.groupby("arm", observed=True).size() == CLIENTS).all()
+    table = rows.pivot_table("accuracy", "site", "arm", observed=True)
     stronger = table[["alone", "alone-head"]].mean().idxmax()
     gains = rows[rows["arm"] == "fedavg/own"].set_index("site")["gain"]
     expected = table["fedavg/own"] - table[stronger]
-    np.testing.assert_allclose(gains, expected, atol=1e-9)
-    assert rows["gain"].isna().sum() < len(rows) / 2
-    found = CliRunner().invoke(__main__.app, ["sites-table", str(out)])
-    assert not found.exception, found.output
-    assert "fedavg+finetuning" in found.output
+    np.testing.assert_allclose(gains, expected, atol=1e-6)
+    assert (rows[rows["arm"] == stronger][["gain", "error"]] == 0).all(axis=None)
+    of_all = every[every["site"] < 0].set_index("arm")
+    measured = federation.measure(play_all(federation, ARMS["step0"], 1))
+    assert of_all.loc["step0", "macro_f1"] == pytest.approx(measured["macro_f1"])
+    assert "fedavg+finetuning" in call("sites-table", out)

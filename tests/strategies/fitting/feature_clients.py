@@ -8,20 +8,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
 from fedrot.strategies import fit_task_head
 from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.wire.fitting_messages import (
+    ALONE,
     COUNT,
     LOSSES,
+    REPORT,
     ROWS,
     STAGE,
     SUM,
     SUMS,
     TASK_HEADS,
+    WITHHELD,
 )
 from fedrot.task_head.losses import ONE, TEMPERATURES
 from tests.strategies.fakes import Client, grid_of, tensors_of
@@ -134,6 +137,9 @@ def client(
             found = {ROWS: {"training": rows, "held_out": held_out}}
         elif config[STAGE] == SUM:
             found = {SUMS: packed(sums_of(*training))}
+        elif config[STAGE] in (ALONE, REPORT):
+            withheld = RecordDict({WITHHELD: ConfigRecord()})
+            return Message(withheld, reply_to=message)
         else:
             found = {
                 LOSSES: losses_of(

@@ -187,7 +187,12 @@ def test_the_error_is_the_standard_error_of_the_differences_of_rows():
 def test_a_model_travels_once_for_its_head(tmp_path):
     notes = []
     run(noted(clients(lambda body: body + 0.3, tmp_path), notes), 2)
-    first = [("count", []), ("sum", [f"{MODEL}-0"]), ("evaluate", [])]
+    first = [
+        ("count", []),
+        ("sum", [f"{MODEL}-0"]),
+        ("evaluate", []),
+        ("alone", []),
+    ]
     each = [
         ("train", ["arrays"]),
         ("count", []),
@@ -195,11 +200,13 @@ def test_a_model_travels_once_for_its_head(tmp_path):
         ("sum", []),
         ("evaluate", []),
     ]
-    expected = [one for one in [*first, *each, *each] for _ in range(CLIENTS)]
+    every = [*first, *each, *each, ("report", [])]
+    expected = [one for one in every for _ in range(CLIENTS)]
     assert [(step, list(models)) for step, models in notes] == expected
-    # The new model, the one before it, and the one half way; nobody else may read them.
+    # The last model; before the report also the one before it, and the one half way.
+    # Nobody else may read them.
     files = [*tmp_path.rglob("*.safetensors")]
-    assert len(files) == 3
+    assert (len(files), len([*tmp_path.rglob("*.note")])) == (1, CLIENTS)
     assert files[0].parent.stat().st_mode & 0o077 == 0
 
 
@@ -380,8 +387,8 @@ def test_a_later_round_without_answers_keeps_its_head(
 
         def answer(message):
             asked.append(message.metadata.message_type != "train")
-            # Three answers before the first round, four after it.
-            return failure(message) if asked[-1] and sum(asked) > 7 else node(message)
+            # Four answers before the first round, four after it.
+            return failure(message) if asked[-1] and sum(asked) > 8 else node(message)
 
         return answer
 
@@ -406,7 +413,8 @@ def only(trains):
 def test_a_failed_round_fits_no_head_and_a_first_round_without_answers_stops():
     notes = []
     result, (first,) = played(noted([only(trains=False)] * 2, notes), 1)
-    assert notes[-1][0] == "train"
+    stages = [stage for stage, _ in notes]
+    assert stages[-4:] == ["train", "train", "report", "report"]
     assert largest_difference(result.arrays, first) == 0
     with pytest.raises(fedrot.FedrotError, match="usable answer"):
         played([only(trains=True)] * 2)

@@ -150,7 +150,7 @@ class CellRun(Cell):
     ) -> ArrayRecord:
         """Return a model with the better of its task head and the fitted one."""
         result = self.fit(self.grid, arrays, model, server_round)
-        self.priors[:] = getattr(result, "priors", ())
+        self.priors[:] = result.priors
         self.record("round", self.experiment.rounds, result.metrics())
         return result.arrays
 

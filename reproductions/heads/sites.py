@@ -261,6 +261,7 @@ class Sites:
         for shrinkage in SHRINKAGES:
             heads = fitted_task_heads(total, [shrinkage])
             (weight, _), losses = closed.calibrated(features[held], labels, heads)
+            # The head that is returned has been divided by its temperature.
             temperature = float(heads[0].norm() / weight.norm())
             tried.append((losses.mean(), shrinkage, temperature))
         _, shrinkage, temperature = min(tried)

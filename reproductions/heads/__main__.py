@@ -129,7 +129,9 @@ def sites_gains(rows: Path, out: Path, data_dir: DataDir) -> None:
 
     tokenizer = Path(source_of("minilm")) / "tokenizer.json"
     frame = pandas.read_json(rows, lines=True)
-    gains = add_gains(frame, lambda *place: load(*place, data_dir, tokenizer))
+    gains = add_gains(
+        frame, lambda *place: load(*place, folder=data_dir, tokenizer=tokenizer)
+    )
     small = gains.select_dtypes("float64").astype("float32")
     names = gains[["data", "arm"]].astype("category")
     gains.assign(**small, **names).to_parquet(out, index=False)

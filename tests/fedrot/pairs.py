@@ -60,8 +60,7 @@ OPTIONS = {
 
 def movable_options(options: AlignmentOptions, family: str) -> AlignmentOptions:
     """Return the options with the parts that a family may move."""
-    symmetry = families.symmetry_for(family)
-    return replace(options, parts=movable(symmetry, options.parts))
+    return replace(options, parts=movable(families.symmetry_for(family), options.parts))
 
 
 def beside(family: str, *shares: float) -> list[State]:
@@ -158,8 +157,7 @@ def checked_report(
 
     assert changed(aligned, update) <= touched
     before, after = map(distance, (update, aligned))
-    size = sum(float(update[key].square().sum()) for key in touched)
-    slack = 1e-11 * (before + size)
+    slack = 1e-11 * (before + sum(float(update[key].square().sum()) for key in touched))
     assert squared_distance(aligned, anchor) <= squared_distance(update, anchor) * (
         1 + 1e-12
     )

@@ -122,8 +122,7 @@ def test_layers_do_not_restrict_what_belongs_to_none(layers):
     options = AlignmentOptions(parts=EVERYTHING, layers=layers)
     alignment = align(update, anchor, symmetry, options)
     chosen = options.layer_indices(LAYERS)
-    inside = {move.group.layer for move in alignment.moves} - {NO_LAYER}
-    assert inside == set(chosen)
+    assert {move.group.layer for move in alignment.moves} - {NO_LAYER} == set(chosen)
     assert {m.group.part for m in alignment.moves if m.group.layer == NO_LAYER} == {
         "residual",
         "output",

@@ -58,8 +58,7 @@ def test_an_anchor_that_moved_towards_an_update_of_another_order_certifies_nothi
     swaps = [Move(group, pairs) for group in groups]
     rule.include(apply_moves(base, swaps), 1.0)
     # A client that has the mean's neurons in the other order.
-    client = apply_moves(copied(dict(rule.mean.current)), swaps)
-    moves = rule.align(client).moves
+    moves = rule.align(apply_moves(copied(dict(rule.mean.current)), swaps)).moves
     assert {move.group.name for move in moves} == {group.name for group in groups}
     for move in moves:
         assert (move.element == pairs).all()

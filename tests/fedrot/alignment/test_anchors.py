@@ -212,8 +212,7 @@ def test_other_basis_updates_are_aligned_by_their_own_options_and_evidence(
 
     expected = mean(clients, other_basis=WHOLE, evidence=evidence)
     assert same(expected, mean(clients))
-    inside = AlignmentOptions(parts=("heads", "ffn"))
-    mean(moved, other_basis=inside, evidence=evidence)
+    mean(moved, other_basis=AlignmentOptions(parts=("heads", "ffn")), evidence=evidence)
     assert asked == []
     found, results = _round(moved, anchor, other_basis=WHOLE, evidence=evidence)
     assert largest_difference(found, expected) <= 1e-6

@@ -244,8 +244,7 @@ UNKNOWN = [
 
 @pytest.mark.parametrize(("train", "test", "parts"), UNKNOWN)
 def test_classes_that_no_model_or_no_score_can_know_are_named(train, test, parts):
-    found = read(pa.table({"label": train}), pa.table({"label": test}))
-    said = [*class_remarks(found)]
+    said = [*class_remarks(read(pa.table({"label": train}), pa.table({"label": test})))]
     if not parts:
         assert said == []
     for part in parts:

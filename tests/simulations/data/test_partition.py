@@ -47,8 +47,7 @@ def test_parts_are_sorted_disjoint_complete_and_those_that_they_were(spec):
     assert len(parts) == 5
     assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in parts)
     assert np.sort(np.concatenate(parts)).tolist() == list(range(2000))
-    sums = [(part * np.arange(len(part)) % 997).sum() for part in parts]
-    assert sums == BITS[spec]
+    assert [(part * np.arange(len(part)) % 997).sum() for part in parts] == BITS[spec]
     assert all(map(np.array_equal, parts, other)) == spec.startswith("column")
     columns = {"source": ["a", "b", "c"]}
     few = split_clients(np.arange(3), columns, FEW.get(spec, spec), 3, 0)

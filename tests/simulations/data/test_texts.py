@@ -247,8 +247,7 @@ def test_labels_are_united_by_name_and_unknown_where_a_domain_has_none(
     scores = ("macro_f1", "unseen_macro_f1")
     assert data.metrics == (*scores, "f1_news", "f1_talk", "f1_books")
     # One data set is a domain beside unseen ones alone.
-    metrics = load("news", folder, "books").metrics
-    assert metrics == (*scores, "f1_news", "f1_books")
+    assert load("news", folder, "books").metrics == (*scores, "f1_news", "f1_books")
     data = load("news", folder, " ")
     assert (data.kind, data.domains) == ("single", ())
 

@@ -319,8 +319,7 @@ def test_what_is_recorded(play):
         ("bytes-sent", size),
         ("bytes-received", size),
     ):
-        counted = [*found(metric, strategy="fedavg").values()]
-        assert counted == [2 * each, 4 * each]
+        assert [*found(metric, strategy="fedavg").values()] == [2 * each, 4 * each]
     # The alignment's rows name their cell, and are there once.
     aligned = [row for row in played.alignment if "before" in row]
     cell = {"experiment": played.experiment.name, "strategy": "aligned", "seed": 0}
@@ -428,8 +427,7 @@ def test_heads_are_fitted_at_the_end_at_the_start_or_in_rounds(tmp_path):
         for strategy in experiment.strategies
     )
     # At the end: only the last round differs.
-    added = {key[:2] for key in head.keys() - plain.keys()}
-    assert added == {("round", 2)}
+    assert {key[:2] for key in head.keys() - plain.keys()} == {("round", 2)}
     assert head["round", 2, "fedrot-head-failed"] == 0
     changed = {key[:2] for key in plain if plain[key] != head[key]}
     assert changed == {

@@ -142,5 +142,4 @@ def test_flwr_run_fills_a_folder_with_the_rows_of_fedrot_simulate(
     assert "<img" in report
     has_the_rows_of_simulate(out, SETTINGS)
     # Scrambled clients have another plain average.
-    losses = {values(out)[name, 0, 2, "loss"] for name in ("aligned", "fedavg")}
-    assert len(losses) == 2
+    assert len({values(out)[name, 0, 2, "loss"] for name in ("aligned", "fedavg")}) == 2

@@ -65,8 +65,7 @@ def test_an_epoch_sees_every_row_once_and_a_part_is_its_first_steps(task, seen):
         assert seen(epochs, 0) == two[:steps]
     assert seen(0.5, 1) != two[:5]
     # 0.28 times 25 is more than 7 in floating-point numbers.
-    pairs = changed(task, batch_size=2)
-    assert len(seen(0.28, 0, pairs, 50)) == 7
+    assert len(seen(0.28, 0, changed(task, batch_size=2), 50)) == 7
     # Without epochs, those of the experiment.
     assert seen(None, 3, changed(task, local_epochs=0.5)) == seen(0.5, 3)
 

@@ -589,5 +589,4 @@ def test_a_checkpoint_is_on_disk_before_it_has_a_name_and_that_before_older_ones
     assert {*before} == {f"run/{LINES}", *files, str(unfinished)}
     assert before[-1] == str(unfinished)
     assert unfinished.parent == Path("run")
-    after = [("sync", "run"), ("remove", "run/round-000006")]
-    assert operations[named + 1 :] == after
+    assert operations[named + 1 :] == [("sync", "run"), ("remove", "run/round-000006")]

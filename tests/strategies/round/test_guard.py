@@ -59,8 +59,7 @@ def scrambling(index):
 
     def trained(message):
         number = round_of(message)
-        received = model_in(message)
-        update = near(received, 0.05, 10 * number + index)
+        update = near(model_in(message), 0.05, 10 * number + index)
         sent = fedrot.random_equivalent(update, SYMMETRY, 10 * number + index)
         return reply(message, sent, 10 + index, index)
 
@@ -326,11 +325,10 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, after):
     whole = run(AlignedAdam, evaluate, rounds=3, guard="loss", eta=0.01)
     calls = []
     for rounds in (after, 3):
-        checkpointing = Checkpointing(tmp_path)
         given = {
             "guard": "loss",
             "eta": 0.01,
-            "checkpoints": checkpointing,
+            "checkpoints": Checkpointing(tmp_path),
         }
         resumed = run(AlignedAdam, evaluate, rounds=rounds, **given)
     assert kept(whole) == kept(resumed) == [1, 0, 1]

@@ -126,8 +126,7 @@ def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(
     anchor,
 ):
     options = fedrot.AlignmentOptions(anchor=anchor)
-    server = Server(deterministic=True)
-    strategy = FedRot(CONFIG, alignment=options, server=server)
+    strategy = FedRot(CONFIG, alignment=options, server=Server(deterministic=True))
     sent = replies(broadcast(strategy, state(), COUNT), updates(), loss=0.5)
     results = [
         strategy.aggregate_train(1, [sent[i] for i in order])[0] for order in ORDERS

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +20,7 @@ from fedrot.simulations.tasks.vision import ImageClassification
 from tests.simulations.data.files import chosen, write
 
 
-def load(data: object, data_dir: Path | None = None, **fields: Any) -> Any:
+def load(data, data_dir=None, **fields):
     """Return the data, and the pixels of training and held-out rows."""
     data, train, test = ImageClassification.read(
         chosen(data, data_dir, task="image", **fields)
@@ -31,21 +29,21 @@ def load(data: object, data_dir: Path | None = None, **fields: Any) -> Any:
     return data, train.pixels, test.pixels
 
 
-def encoded(image: Image.Image, form: str = "png", **options: Any) -> bytes:
+def encoded(image, form="png", **options):
     file = io.BytesIO()
     image.save(file, form, **options)
     return file.getvalue()
 
 
-def tiff(pixels: Any) -> bytes:
+def tiff(pixels):
     return encoded(Image.fromarray(pixels), "tiff")
 
 
-def png(colour: Any, size: tuple[int, int] = (12, 12), mode: str = "RGB") -> bytes:
+def png(colour, size=(12, 12), mode="RGB"):
     return encoded(Image.new(mode, size, colour))
 
 
-def folder_of(root: Path, **classes: int) -> Path:
+def folder_of(root, **classes):
     for number, (name, count) in enumerate(classes.items()):
         (root / name).mkdir(parents=True)
         for i in range(count):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,7 +149,7 @@ def test_labels(case, suffix, tmp_path):
     assert classes(data) == dict(zip(TEXTS, names, strict=True))
 
 
-def read(train: pa.Table, test: pa.Table, names: Any = None, **fields: Any) -> Any:
+def read(train, test, names=None, **fields):
     source = Source({"train": train, "test": test}, names or {})
     experiment = chosen("it", **fields)
     return labelled(
@@ -337,7 +336,7 @@ def test_boolean_columns(train, test, options, expected):
     assert "".join(found.label_names) in "xyz"
 
 
-def divided(tmp_path: Path, **columns: Any) -> Any:
+def divided(tmp_path, **columns):
     return load_texts(chosen(write(tmp_path / "mine.parquet", **columns)))
 
 

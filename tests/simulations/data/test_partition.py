@@ -27,13 +27,11 @@ BITS = {
 FEW = {"dirichlet:0.5": "iid", "pathological:3": "pathological:1"}
 
 
-def split(
-    spec: str, clients: int = 5, seed: int = 0, labels: np.ndarray = LABELS
-) -> list[np.ndarray]:
+def split(spec, clients=5, seed=0, labels=LABELS):
     return split_clients(labels, COLUMNS, spec, clients, seed)
 
 
-def counts(spec: str, clients: int = 5, labels: np.ndarray = LABELS) -> np.ndarray:
+def counts(spec, clients=5, labels=LABELS):
     """Return the numbers of rows per client and class."""
     parts = split(spec, clients, labels=labels)
     classes = np.arange(labels.max() + 1)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -155,7 +153,7 @@ def test_texts_are_cut_and_padded_to_the_longest_of_a_batch_alone():
     assert (bundled.truncation, bundled.padding) == (None, None)
 
 
-def tagged(text: str, tags: str, tokenizer: Tokenizer, length: int = 32) -> Any:
+def tagged(text, tags, tokenizer, length=32):
     numbers = np.array([TAGS.index(tag) for tag in tags.split()], dtype=np.int64)
     split = Split(np.zeros((1, 2)), {}, [tuple(text.split())], [numbers])
     return encode(split, tokenizer, length, 0, True)
@@ -204,7 +202,7 @@ def test_an_experiment_is_read_and_encoded_for_its_model(task, tmp_path):
     assert train.ids[0].tolist() == bundled_tokenizer().encode("so").ids
 
 
-def corpus(path: Path, *labels: str) -> None:
+def corpus(path, *labels):
     """Write 60 rows whose words tell their labels; every label occurs in both
     splits.
     """
@@ -226,7 +224,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def load(names: str, folder: Path, unseen: str = "", **fields: Any) -> Any:
+def load(names, folder, unseen="", **fields):
     return load_domains(chosen(names, folder, unseen_data=unseen, **fields))
 
 

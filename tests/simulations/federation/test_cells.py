@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord
 
 from fedrot.aggregation import Fisher, Mean
 from fedrot.simulations.experiment import Experiment
@@ -25,11 +23,10 @@ from fedrot.simulations.models import build_model
 from fedrot.simulations.run_folder import FIELDS, cells_of
 from fedrot.simulations.simulate import CellResult, run_job
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.training import Task, task_of
-from tests.simulations.commands import Fields, Rows
+from fedrot.simulations.tasks.training import task_of
+from tests.simulations.commands import Rows
 from tests.simulations.tasks.cases import SMALL
 from tests.strategies.fakes import (
-    Client,
     FakeGrid,
     failure,
     model_in,
@@ -49,11 +46,11 @@ CELL = {
 TEST = ("test", tuple(range(17)))
 
 
-def of(**fields: Any) -> Experiment:
+def of(**fields):
     return Experiment.from_flat({**CELL, **fields})
 
 
-def shell_of(experiment: Experiment) -> Any:
+def shell_of(experiment):
     return build_model(experiment, task_of(experiment.to_json()).data, seed=0)
 
 
@@ -74,13 +71,13 @@ class Played:
     rows: Rows = field(default_factory=list)
     alignment: Rows = field(default_factory=list)
 
-    def clients(self, held_out: bool = False, seed: int = 0) -> list[tuple[int, ...]]:
+    def clients(self, held_out=False, seed=0):
         """Return the rows that each client trains on, or holds out."""
         task = task_of(self.experiment.to_json())
         numbers = range(self.experiment.clients)
         return [tuple(task.client_rows(seed, c)[held_out].tolist()) for c in numbers]
 
-    def values(self, metric: str, **chosen: Any) -> dict[tuple[Any, ...], float]:
+    def values(self, metric, **chosen):
         """Return a metric by strategy, scope, seed and round, of the rows that are
         asked for.
         """
@@ -92,18 +89,16 @@ class Played:
         }
 
 
-def node(partition: int) -> Client:
+def node(partition):
     """Return a node with the harness's own app."""
     return node_of(app, **{"partition-id": partition})
 
 
-def listening(
-    heard: list[tuple[int, Fields]], **changes: Any
-) -> Callable[[int], Client]:
+def listening(heard, **changes):
     """Nodes that note who is told what, and are told changes of it."""
 
-    def of_client(partition: int) -> Client:
-        def answer(message: Message) -> Message | None:
+    def of_client(partition):
+        def answer(message):
             for told in message.content.config_records.values():
                 heard.append((partition, dict(told)))
                 told.update(changes)
@@ -119,11 +114,11 @@ elsewhere = listening([], cache="/nowhere")
 
 
 def run_all(
-    experiment: Experiment,
-    scratch: Path,
-    nodes: Callable[[int], Client],
-    played: Played,
-) -> Played:
+    experiment,
+    scratch,
+    nodes,
+    played,
+):
     """Run all cells; ids of nodes say nothing about their partitions."""
     grid = FakeGrid(
         {900 - 7 * client: nodes(client) for client in range(experiment.clients)}
@@ -145,26 +140,24 @@ def play(tmp_path, monkeypatch):
     head's bias.
     """
 
-    def run(*, nodes: Callable[[int], Client] = node, **fields: Any) -> Played:
+    def run(*, nodes=node, **fields):
         experiment = of(**fields)
         played = Played(experiment)
 
         def train(
-            model: Any,
-            task: Task,
-            rows: np.ndarray,
-            seed: int,
-            epochs: float,
-            lr: float,
-        ) -> float:
+            model,
+            task,
+            rows,
+            seed,
+            epochs,
+            lr,
+        ):
             played.trained.append(Trained(tuple(rows.tolist()), seed, epochs, lr))
             with torch.no_grad():
                 model.classifier.bias += len(rows) / 100
             return len(rows) / 10
 
-        def evaluate(
-            model: Any, task: Task, split: Any, rows: np.ndarray
-        ) -> dict[str, float]:
+        def evaluate(model, task, split, rows):
             name = "test" if split is task.test else "train"
             played.evaluated.append((name, tuple(rows.tolist())))
             bias = model.classifier.bias[0].detach()
@@ -178,7 +171,7 @@ def play(tmp_path, monkeypatch):
     return run
 
 
-def mean(sizes: Sequence[int]) -> float:
+def mean(sizes):
     """Return what one round adds to the head: the clients' hundredths, weighted by
     their rows.
     """
@@ -362,8 +355,8 @@ def test_who_takes_part_is_the_same_in_every_strategy_and_not_in_every_round(
 def test_a_round_without_an_update_fails(play, lost, with_nan):
     """All nodes fail, or one of two fails and the other one sends NaN."""
 
-    def losing(partition: int) -> Client:
-        def answer(message: Message) -> Message | None:
+    def losing(partition):
+        def answer(message):
             found = node(partition)(message)
             told = message.content.config_records.get("config", {})
             if found is None or told.get("server-round") != lost:
@@ -449,11 +442,11 @@ def test_cells_leave_no_model_behind(tmp_path):
     told = cells_of([experiment]) * 2
     held = list[int]()
 
-    def numbers() -> int:
+    def numbers():
         tensors = (o for o in gc.get_objects() if isinstance(o, torch.Tensor))
         return sum(map(torch.numel, tensors))
 
-    def tell(message: Any) -> None:
+    def tell(message):
         if isinstance(message, CellResult):
             # Flower's log of a cell, and of no other.
             assert message.log.count("[ROUND 1/1]") == 1

@@ -23,9 +23,7 @@ OF_CLASSES = ("accuracy", "macro_f1", "micro_f1")
 seeds = st.integers(0, 2**31)
 
 
-def drawn(
-    kind: str, seed: int, rows: int, classes: int
-) -> tuple[np.ndarray, np.ndarray]:
+def drawn(kind, seed, rows, classes):
     rng = np.random.default_rng(seed)
     outputs = rng.normal(size=(rows, classes)) * 10 ** rng.uniform(-2, 2)
     labels = {
@@ -108,7 +106,7 @@ def test_outputs_that_are_not_finite_have_no_scores(kind, value):
 TAGS = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
 
 
-def spans(tags: list[str]) -> set[tuple[str, int, int]]:
+def spans(tags):
     """Return the entities of a row: type, first and last word."""
     found = set()
     start = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from transformers import BertConfig
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.classification import Classification
 from fedrot.simulations.tasks.objective import model_inputs
-from fedrot.simulations.tasks.training import Task
 from tests.simulations.tasks.cases import changed, model_for, task_for
 
 Seen = Callable[..., list[list[int]]]
@@ -36,16 +34,14 @@ def seen(task, monkeypatch):
     steps = []
     batch = Classification.batch
 
-    def recorded(self: Any, encoded: Any, rows: np.ndarray, rng: Any) -> Any:
+    def recorded(self, encoded, rows, rng):
         assert encoded is task.train
         steps.append(rows.tolist())
         return batch(self, encoded, rows, rng)
 
     monkeypatch.setattr(Classification, "batch", recorded)
 
-    def rows_of(
-        epochs: float | None, seed: int, of: Task = task, rows: int = 70
-    ) -> list[list[int]]:
+    def rows_of(epochs, seed, of=task, rows=70):
         steps.clear()
         assert math.isfinite(
             training.train(model_for(of), of, np.arange(rows), seed, epochs)
@@ -71,7 +67,7 @@ def test_an_epoch_sees_every_row_once_and_a_part_is_its_first_steps(task, seen):
 
 
 def test_the_loss_of_a_training_is_that_of_its_last_epoch(task, monkeypatch):
-    def counted(_: object, model: Any, __: object) -> torch.Tensor:
+    def counted(_, model, __):
         assert model.training
         return next(model.parameters()).sum() * 0 + next(steps)
 
@@ -125,7 +121,7 @@ def test_step_batches_are_random_rows_each_once_and_no_more_than_asked_for(
 ):
     model = model_for(task)
 
-    def chosen(limit: int, seed: int) -> list[frozenset[bytes]]:
+    def chosen(limit, seed):
         found = list(
             training.step_batches(task, model, np.arange(10, 60), limit, 8, seed)
         )

@@ -2,8 +2,6 @@
 terminals, no hub.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import tempfile

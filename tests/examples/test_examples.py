@@ -6,8 +6,6 @@ told here: the examples' own ``[tool.uv]`` must be enough, with an empty cache a
 registry.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json

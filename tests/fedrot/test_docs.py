@@ -1,7 +1,5 @@
 """The code in the documentation runs."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import re

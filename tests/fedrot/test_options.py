@@ -1,7 +1,5 @@
 """Options: what they restrict, and which are refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -2,8 +2,6 @@
 and files.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import tomllib

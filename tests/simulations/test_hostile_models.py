@@ -2,8 +2,6 @@
 runs or reads them.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

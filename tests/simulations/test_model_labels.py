@@ -1,7 +1,5 @@
 """Labels of saved models meet those of the data by their names, in every task."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -2,8 +2,6 @@
 are refused.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path

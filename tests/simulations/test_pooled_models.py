@@ -2,8 +2,6 @@
 any other.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

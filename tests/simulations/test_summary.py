@@ -1,7 +1,5 @@
 """Intervals against scipy and printed tables, and the verdict of an experiment."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

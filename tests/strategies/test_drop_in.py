@@ -2,8 +2,6 @@
 Flower's.
 """
 
-from __future__ import annotations
-
 import random
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Mistakes of a first run: each error says early what to write instead."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

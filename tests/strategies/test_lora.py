@@ -1,7 +1,5 @@
 """``FedRotLoRA``: rounds of adapters, and what they say."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from types import SimpleNamespace

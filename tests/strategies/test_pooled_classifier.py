@@ -2,8 +2,6 @@
 is loaded in another process.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

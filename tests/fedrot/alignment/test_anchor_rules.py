@@ -1,7 +1,5 @@
 """Anchor rules of users, and that a round checks each update once."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

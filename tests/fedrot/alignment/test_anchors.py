@@ -2,8 +2,6 @@
 reply.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

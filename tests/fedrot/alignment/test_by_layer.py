@@ -2,8 +2,6 @@
 time.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from concurrent.futures import Executor, Future

@@ -1,7 +1,5 @@
 """Fisher information of real models against brute force."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 

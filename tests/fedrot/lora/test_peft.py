@@ -1,7 +1,5 @@
 """Adapters of real PEFT models: names, scales, and outputs that no gauge changes."""
 
-from __future__ import annotations
-
 import peft
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What clients do with PEFT models: loading, cutting, frozen factors."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import peft

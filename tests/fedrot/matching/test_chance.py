@@ -2,8 +2,6 @@
 them.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

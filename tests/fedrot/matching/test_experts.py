@@ -1,7 +1,5 @@
 """Matching of a mixture's experts against all orders of the experts."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import permutations
 

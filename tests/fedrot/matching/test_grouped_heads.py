@@ -2,8 +2,6 @@
 inside each.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

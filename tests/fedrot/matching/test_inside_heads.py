@@ -1,7 +1,5 @@
 """Rotary phases and signs against random elements."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Rotations of the residual stream: who has them, and what they leave as it was."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -2,8 +2,6 @@
 tensors.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The choice among candidates, where rules begin."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

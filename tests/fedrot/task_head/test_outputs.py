@@ -2,8 +2,6 @@
 themselves.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from dataclasses import replace

@@ -2,8 +2,6 @@
 read.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from types import SimpleNamespace

@@ -2,8 +2,6 @@
 told.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from decimal import Decimal

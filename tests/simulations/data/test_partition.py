@@ -1,7 +1,5 @@
 """Partitions: complete, disjoint, repeatable, and what their names promise."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -2,8 +2,6 @@
 do.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Texts, pairs and tagged words: their columns, their rows, and their tokens."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

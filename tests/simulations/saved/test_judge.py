@@ -1,7 +1,5 @@
 """``fedrot merge --data``: models of known accuracy, and heads that are fitted."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -2,8 +2,6 @@
 for a seed.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

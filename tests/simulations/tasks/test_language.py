@@ -1,7 +1,5 @@
 """Language modelling: what is hidden, and what a perplexity is the mean of."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

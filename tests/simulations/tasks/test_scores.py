@@ -2,8 +2,6 @@
 found by hand.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Local training: what an epoch sees, which random numbers decide it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Checkpointing: equal bits after a round trip, and each is complete or absent."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

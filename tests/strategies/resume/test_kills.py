@@ -2,8 +2,6 @@
 not killed.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -2,8 +2,6 @@
 used.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The names and shapes of a reply are checked at the door, and nowhere else."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -2,8 +2,6 @@
 resources.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from flwr.app import (

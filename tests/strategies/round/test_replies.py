@@ -2,8 +2,6 @@
 never sent.
 """
 
-from __future__ import annotations
-
 import time
 import tracemalloc
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 precision.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math

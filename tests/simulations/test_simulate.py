@@ -289,9 +289,7 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
     assert third.startswith("[3 of 3] a · seed 0 · head_only: loss 1.000, task head ")
 
 
-def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(
-    tmp_path,
-):
+def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(tmp_path):
     listed = [
         of(strategies="fedavg,aligned", seeds=2),
         of(name="b", rounds=9, strategies="fedavg"),

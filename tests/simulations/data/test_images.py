@@ -150,9 +150,7 @@ def test_pictures_of_eight_bits_have_no_scale(mode, tmp_path, monkeypatch):
     assert "8 bits" not in data.remarks
 
 
-def test_a_folder_of_classes_is_divided_and_other_files_are_named(
-    tmp_path,
-):
+def test_a_folder_of_classes_is_divided_and_other_files_are_named(tmp_path):
     photos = folder_of(tmp_path / "photos", dog=10, none=5)
     (photos / "dog" / "0.png").rename(photos / "dog" / "0.TIFF")
     (photos / "dog" / "1.png").rename(photos / "dog" / "1.jfif")
@@ -269,11 +267,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("fields", "processor", "expected"), MODELS)
 def test_a_pretrained_model_reads_its_own_size(
-    fields,
-    processor,
-    expected,
-    tmp_path,
-    monkeypatch,
+    fields, processor, expected, tmp_path, monkeypatch
 ):
     settings = SimpleNamespace(model_type="mine", **fields)
     monkeypatch.setattr(pictures, "pretrained_settings", lambda _: settings)

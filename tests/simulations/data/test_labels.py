@@ -5,7 +5,6 @@ told.
 import re
 import unicodedata
 from decimal import Decimal
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +16,6 @@ from fedrot.simulations.data.class_remarks import class_remarks
 from fedrot.simulations.data.labels import SPLITS, label_columns, labelled
 from fedrot.simulations.data.read import DataError, Source
 from fedrot.simulations.data.texts import load_tags, load_texts
-from tests.simulations.commands import Fields
 from tests.simulations.data.files import (
     ROWS,
     TEXTS,
@@ -35,7 +33,6 @@ TEXT_FILES = (".csv",)
 TYPED_FILES = (".jsonl", ".parquet")
 #: Labels, options, and what they are: names of classes, "regression", or a word of the
 #: error.
-Case = tuple[Any, Fields, Any]
 EVERYWHERE = {
     "texts": ([" a", "b ", "a"], {}, ("a", "b")),
     "leading zeros": (["00012", "12"], {}, ("00012", "12")),

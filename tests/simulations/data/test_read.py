@@ -257,13 +257,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("files", "name", "expected"), PLACES)
-def test_where_data_are_found(
-    files,
-    name,
-    expected,
-    tmp_path,
-    monkeypatch,
-):
+def test_where_data_are_found(files, name, expected, tmp_path, monkeypatch):
     for file in files.split():
         write(tmp_path / "data" / file, text=[file])
     found = find(name, tmp_path / "data")

@@ -85,9 +85,7 @@ MARKS = [["B-PER", "I-PER", "O"], [" O", "B-LOC "], []]
 SPLIT = ["train", "train", "test"]
 
 
-def test_tags_become_numbers_and_rows_are_labelled_by_what_occurs(
-    tmp_path,
-):
+def test_tags_become_numbers_and_rows_are_labelled_by_what_occurs(tmp_path):
     words, tags = (
         pa.array(rows, pa.large_list(pa.string())) for rows in (WORDS, MARKS)
     )
@@ -226,9 +224,7 @@ def load(names, folder, unseen="", **fields):
     return load_domains(chosen(names, folder, unseen_data=unseen, **fields))
 
 
-def test_labels_are_united_by_name_and_unknown_where_a_domain_has_none(
-    folder,
-):
+def test_labels_are_united_by_name_and_unknown_where_a_domain_has_none(folder):
     data = load(" news, talk ,", folder, " books ,")
     assert data.name == "news,talk"
     assert data.label_names == ("sunny", "gloomy", "furious", "shy")
@@ -275,9 +271,7 @@ def test_what_is_no_domain_is_named(names, unseen, message, folder):
         load(names, folder, unseen)
 
 
-def test_domains_may_have_any_number_of_labels_and_their_own_limits(
-    tmp_path,
-):
+def test_domains_may_have_any_number_of_labels_and_their_own_limits(tmp_path):
     glad = [True, True, False] * 4
     sad = [True, False, False] * 4
     columns = {"glad": glad, "sad": sad, "split": ["train"] * 8 + ["test"] * 4}

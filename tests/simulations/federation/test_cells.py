@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -113,12 +112,7 @@ def listening(heard, **changes):
 elsewhere = listening([], cache="/nowhere")
 
 
-def run_all(
-    experiment,
-    scratch,
-    nodes,
-    played,
-):
+def run_all(experiment, scratch, nodes, played):
     """Run all cells; ids of nodes say nothing about their partitions."""
     grid = FakeGrid(
         {900 - 7 * client: nodes(client) for client in range(experiment.clients)}
@@ -131,9 +125,6 @@ def run_all(
     return played
 
 
-Play = Callable[..., Played]
-
-
 @pytest.fixture
 def play(tmp_path, monkeypatch):
     """Return a function that runs all cells; training adds a hundredth per row to the
@@ -144,14 +135,7 @@ def play(tmp_path, monkeypatch):
         experiment = of(**fields)
         played = Played(experiment)
 
-        def train(
-            model,
-            task,
-            rows,
-            seed,
-            epochs,
-            lr,
-        ):
+        def train(model, task, rows, seed, epochs, lr):
             played.trained.append(Trained(tuple(rows.tolist()), seed, epochs, lr))
             with torch.no_grad():
                 model.classifier.bias += len(rows) / 100
@@ -323,9 +307,7 @@ def test_what_is_recorded(play):
     assert not any("stage" in row for row in played.alignment)
 
 
-def test_who_takes_part_is_the_same_in_every_strategy_and_not_in_every_round(
-    play,
-):
+def test_who_takes_part_is_the_same_in_every_strategy_and_not_in_every_round(play):
     fields = {
         "clients": 4,
         "fraction_train": 0.5,

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
-from torch import Tensor
 
 import fedrot
 from fedrot.collect.statistics import STATISTIC_KINDS
@@ -26,7 +25,6 @@ from tests.simulations.tasks.cases import SMALL
 from tests.simulations.tensors import equal
 from tests.strategies import fakes
 
-State = dict[str, Tensor]
 UP = "bert.encoder.layer.0.intermediate.dense.weight"
 
 
@@ -215,11 +213,7 @@ DECIDES = {
 
 @pytest.mark.parametrize(("change", "differs"), DECIDES.values(), ids=DECIDES)
 def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
-    change,
-    differs,
-    received,
-    tmp_path,
-    trainings,
+    change, differs, received, tmp_path, trainings
 ):
     def ask_for(client=0, weight=1.0, **told):
         sent = {**received, "classifier.weight": received["classifier.weight"] * weight}
@@ -234,10 +228,7 @@ def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
 
 
 def test_later_rounds_share_trainings_while_the_folder_is_small(
-    received,
-    tmp_path,
-    trainings,
-    monkeypatch,
+    received, tmp_path, trainings, monkeypatch
 ):
     def numbers(client, server_round, cache=str(tmp_path)):
         told = {"cache": cache, "server_round": server_round}

@@ -91,11 +91,7 @@ def test_a_folder_is_continued_as_by_simulate(tmp_path, monkeypatch):
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_is_written(
-    out,
-    changes,
-    said,
-    tmp_path,
-    monkeypatch,
+    out, changes, said, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, OSError, RuntimeError), match=said):
@@ -118,9 +114,7 @@ SETTINGS = {
 }
 
 
-def test_flwr_run_fills_a_folder_with_the_rows_of_fedrot_simulate(
-    tmp_path,
-):
+def test_flwr_run_fills_a_folder_with_the_rows_of_fedrot_simulate(tmp_path):
     """``fedrot flower-app`` and ``flwr run``, with Ray: the apps' results do not depend
     on the engine.
     """

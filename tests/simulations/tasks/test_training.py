@@ -1,7 +1,6 @@
 """Local training: what an epoch sees, which random numbers decide it."""
 
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,8 +14,6 @@ from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.classification import Classification
 from fedrot.simulations.tasks.objective import model_inputs
 from tests.simulations.tasks.cases import changed, model_for, task_for
-
-Seen = Callable[..., list[list[int]]]
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +111,7 @@ def test_batches_have_each_row_once_and_similar_lengths(seed, rows, size):
     assert all(map(np.array_equal, found, again))
 
 
-def test_step_batches_are_random_rows_each_once_and_no_more_than_asked_for(
-    task,
-):
+def test_step_batches_are_random_rows_each_once_and_no_more_than_asked_for(task):
     model = model_for(task)
 
     def chosen(limit, seed):

@@ -109,8 +109,13 @@ def test_every_block_of_the_front_pages_runs(page, tmp_path, monkeypatch):
     commands' files.
     """
     monkeypatch.chdir(tmp_path)
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=40, num_labels=6, **small)
+    config = BertConfig(
+        vocab_size=40,
+        num_labels=6,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
     model = BertForSequenceClassification(config)
     app = ClientApp()
     for folder in ("my-encoder", "path/to/encoder", "models/a", "models/b"):

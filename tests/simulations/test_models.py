@@ -65,9 +65,9 @@ EXPECTED = {
 )
 def test_a_small_model_has_the_sizes_that_were_asked_for(architecture):
     case = "image" if architecture == "vit" else architecture
-    sizes = {"layers": 3, "width": 48, "heads": 6, "max_length": 24, "dropout": 0.25}
     settings = settings_of(
-        experiment_of(case, **sizes), SimpleNamespace(shape=(8, 8, 1))
+        experiment_of(case, layers=3, width=48, heads=6, max_length=24, dropout=0.25),
+        SimpleNamespace(shape=(8, 8, 1)),
     )
     expected = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6}
     if architecture != "vit":

@@ -364,7 +364,6 @@ def test_costs_are_of_trainings_that_are_not_shared():
     """By hand, in rows of training: 450 of 500 are trained on, and 20 are for tests."""
     tables = [{"name": "slow", "alignment": False, "learning_rate": 1e-4}]
     tables += [{"name": "half", "alignment": False, "fraction_train": 0.5}]
-    more = {"rounds": 2, "holdout": 0.1, "first_epochs": 3, "local_epochs": 2}
     # Rows that are trained on, and others that pass through the model.
     expected = {
         "fedavg": (2500, 80),
@@ -378,7 +377,16 @@ def test_costs_are_of_trainings_that_are_not_shared():
         "half": (500, 80),
     }
     names = [*expected][:7]
-    cells, found = costs(of(strategies=[*names, *tables], train_limit=500, **more))
+    cells, found = costs(
+        of(
+            strategies=[*names, *tables],
+            train_limit=500,
+            rounds=2,
+            holdout=0.1,
+            first_epochs=3,
+            local_epochs=2,
+        )
+    )
     for cell in cells:
         trained, passed = expected[cell.strategy.name]
         cost = trained + training.EVALUATED * (passed + 50)

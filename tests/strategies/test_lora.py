@@ -241,13 +241,11 @@ def test_what_does_not_go_together_is_refused_before_training():
         FedRotLoRA(CONFIG, "exact")  # type: ignore[arg-type]
     with pytest.raises(FedrotError, match="configuration"):
         FedRotLoRA({"hidden_size": 3})
-    given = {
-        "noise_multiplier": 0.1,
-        "clipping_norm": 1.0,
-        "num_sampled_clients": 3,
-    }
     private = DifferentialPrivacyServerSideFixedClipping(
-        FedRotLoRA(CONFIG, **EVERY), **given
+        FedRotLoRA(CONFIG, **EVERY),
+        noise_multiplier=0.1,
+        clipping_norm=1.0,
+        num_sampled_clients=3,
     )
     with pytest.raises(
         FedrotError, match=r"clips updates before .*class Private\(Aligned, "

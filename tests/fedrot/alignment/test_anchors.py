@@ -249,9 +249,13 @@ def test_evidence_decides_what_weights_leave_open():
     # stay.
     assert torch.equal(torch.random.get_rng_state(), before)
     assert drawn == [True, True]
-    how = {"other_basis": WHOLE, "evidence": evidence}
     (result,) = align_round(
-        [(update, 1.0)], broadcast, SYMMETRY, replace(EAGER, anchor="global"), **how
+        [(update, 1.0)],
+        broadcast,
+        SYMMETRY,
+        replace(EAGER, anchor="global"),
+        other_basis=WHOLE,
+        evidence=evidence,
     )
     assert same(result.tensors, align_tensors(update, broadcast, SYMMETRY, WHOLE, seen))
     by_weights = align_tensors(update, broadcast, SYMMETRY, WHOLE)

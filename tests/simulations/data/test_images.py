@@ -121,20 +121,21 @@ def test_numbers_of_all_files_have_one_scale(kind, form, tmp_path):
     files = [
         encoded(Image.fromarray(np.full((4, 4), level, kind)), form) for level in levels
     ]
-    split = ["train", "test", "train", "test"]
-    path = write(tmp_path / "a.parquet", image=files, label=[0, 0, 1, 1], split=split)
-    data, train, test = load(path)
-    seen = [train[0], test[0], train[1], test[1]]
-    assert [pixels.item(0) for pixels in seen] == [0, 85, 170, 255]
-    assert "4 of 4 images have more than 8 bits: 100 to 400, in all of" in data.remarks
-    assert "other images" not in data.remarks
-    files[0] = png(7, (4, 4), "L")
-    path = write(tmp_path / "a.parquet", image=files, label=[0, 0, 1, 1], split=split)
-    data, train, test = load(path)
-    seen = [train[0], test[0], train[1], test[1]]
-    assert [pixels.item(0) for pixels in seen] == [7, 0, 128, 255]
-    assert "3 of 4 images have more than 8 bits: 200 to 400" in data.remarks
-    assert "other images have 8 bits, and are not on this range" in data.remarks
+    split = ["train", "test"] * 2
+    for expected, words, others in (
+        ([0, 85, 170, 255], "4 of 4 images have more than 8 bits: 100 to 400, in", 0),
+        ([7, 0, 128, 255], "3 of 4 images have more than 8 bits: 200 to 400, in", 1),
+    ):
+        files[:others] = [png(7, (4, 4), "L")] * others
+        path = write(
+            tmp_path / "a.parquet", image=files, label=[0, 0, 1, 1], split=split
+        )
+        data, train, test = load(path)
+        seen = [train[0], test[0], train[1], test[1]]
+        assert [pixels.item(0) for pixels in seen] == expected
+        assert words in data.remarks
+        told = "other images have 8 bits, and are not on this range" in data.remarks
+        assert told == bool(others)
 
 
 @pytest.mark.parametrize(
@@ -297,9 +298,8 @@ def test_a_pretrained_model_reads_its_own_size(
 
 
 def test_images_of_an_experiment_without_a_model():
-    limits = {"train_limit": 20, "test_limit": 10}
     data, train, test = ImageClassification.read(
-        chosen("digits", task="image", **limits)
+        chosen("digits", task="image", train_limit=20, test_limit=10)
     )
     assert (len(train), len(test)) == (20, 10)
     rows = np.array([4, 2])

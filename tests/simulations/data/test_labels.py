@@ -251,8 +251,12 @@ def test_unknown_labels_are_named_in_every_task(tmp_path):
     other = {**flags, "z": [True, True]}
     data = read(pa.table(flags), pa.table(other))
     assert "1 of 3 classes have no training row" in next(class_remarks(data))
-    words = {"tokens": [["Rome"]] * 2, "split": ["train", "test"]}
-    path = write(tmp_path / "tags.parquet", ner_tags=[["B-LOC"], ["B-Loc"]], **words)
+    path = write(
+        tmp_path / "tags.parquet",
+        ner_tags=[["B-LOC"], ["B-Loc"]],
+        tokens=[["Rome"]] * 2,
+        split=["train", "test"],
+    )
     first, second, alike = class_remarks(load_tags(chosen(path)))
     assert "1 of 2 classes have no training row, but test rows" in first
     assert ("'Loc'" in first, "'LOC'" in second) == (True, True)
@@ -366,8 +370,9 @@ def test_a_file_is_divided_by_class_and_always_alike(tmp_path):
 
 def test_a_column_split_divides_a_file(tmp_path):
     for names in (["train", " test", "train ", "validation"], ["train", "validation"]):
-        columns = {"label": repeated([0, 1]), "split": repeated(names)}
-        data = divided(tmp_path, text=TEXTS, **columns)
+        data = divided(
+            tmp_path, text=TEXTS, label=repeated([0, 1]), split=repeated(names)
+        )
         wanted = TEXTS[1 :: len(names)]
         assert (len(data.train), [*data.test.inputs]) == (20, wanted)
         assert "held out" not in data.remarks

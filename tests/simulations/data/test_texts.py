@@ -262,8 +262,12 @@ def test_labels_are_united_by_name_and_unknown_where_a_domain_has_none(folder):
 )
 def test_what_is_no_domain_is_named(names, unseen, message, folder):
     write(folder / "scores.parquet", text=["a"] * 10, label=[i / 3 for i in range(10)])
-    pairs = {"sentence1": ["a"] * 10, "sentence2": ["b"] * 10}
-    write(folder / "pairs.parquet", **pairs, label=["x", "y"] * 5)
+    write(
+        folder / "pairs.parquet",
+        sentence1=["a"] * 10,
+        sentence2=["b"] * 10,
+        label=["x", "y"] * 5,
+    )
     write(folder / "n.csv", text=["a"] * 10, label=[0, -1] * 5)
     corpus(folder / "sub" / "news.parquet", "sunny", "gloomy")
     corpus(folder / "other.parquet", "furious", "shy")
@@ -274,14 +278,18 @@ def test_what_is_no_domain_is_named(names, unseen, message, folder):
 def test_domains_may_have_any_number_of_labels_and_their_own_limits(tmp_path):
     glad = [True, True, False] * 4
     sad = [True, False, False] * 4
-    columns = {"glad": glad, "sad": sad, "split": ["train"] * 8 + ["test"] * 4}
-    write(tmp_path / "many.parquet", text=[*map(str, range(12))], **columns)
+    write(
+        tmp_path / "many.parquet",
+        text=[*map(str, range(12))],
+        glad=glad,
+        sad=sad,
+        split=["train"] * 8 + ["test"] * 4,
+    )
     lines = [f"line {row}" for row in range(20)]
     write(tmp_path / "files" / "other.csv", text=lines, label=["sad", "1"] * 10)
     write(tmp_path / "files" / "unseen.csv", text=lines, label=["sad", "unheard"] * 10)
     names = ["many", "files/other.csv", "files/unseen.csv"]
-    limits = {"train_limit": 6, "test_limit": 3}
-    data = load(",".join(names[:2]), tmp_path, names[2], **limits)
+    data = load(",".join(names[:2]), tmp_path, names[2], train_limit=6, test_limit=3)
     assert data.label_names == ("glad", "sad", "1")
     assert data.train.columns["domain"][::6] == names[:2]
     assert data.test.columns["domain"][::3] == names

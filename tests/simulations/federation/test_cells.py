@@ -232,8 +232,14 @@ def test_a_strategy_of_some_clients_tells_them_what_it_needs_and_chooses_by_thei
         "batches": 2,
         "learning_rate": 0.5,
     }
-    fields = {"clients": 4, "partition": "iid", "start": "scrambled", "rounds": 1}
-    played = play(nodes=listening(heard), strategies=[some], **fields)
+    played = play(
+        nodes=listening(heard),
+        strategies=[some],
+        clients=4,
+        partition="iid",
+        start="scrambled",
+        rounds=1,
+    )
     expected = {"seed": 0, "lr": 0.5, "batches": 2}
     expected["experiment"] = played.experiment.to_json()
     # Then each fits a head of its own, and nobody else is asked.
@@ -308,15 +314,15 @@ def test_what_is_recorded(play):
 
 
 def test_who_takes_part_is_the_same_in_every_strategy_and_not_in_every_round(play):
-    fields = {
-        "clients": 4,
-        "fraction_train": 0.5,
-        "partition": "iid",
-        "rounds": 3,
-        "seeds": [0, 1],
-    }
     everybody = {"name": "all", "alignment": False, "fraction_train": 1.0}
-    played = play(strategies=["fedavg", "aligned", everybody], **fields)
+    played = play(
+        strategies=["fedavg", "aligned", everybody],
+        clients=4,
+        fraction_train=0.5,
+        partition="iid",
+        rounds=3,
+        seeds=[0, 1],
+    )
     first, second, whole = (
         [place[1:] for place in played.values("train-loss", strategy=name)]
         for name in ("fedavg", "aligned", "all")

@@ -231,8 +231,10 @@ def test_later_rounds_share_trainings_while_the_folder_is_small(
     received, tmp_path, trainings, monkeypatch
 ):
     def numbers(client, server_round, cache=str(tmp_path)):
-        told = {"cache": cache, "server_round": server_round}
-        return [number_in(ask(received, client, **told)) for _ in range(2)]
+        return [
+            number_in(ask(received, client, cache=cache, server_round=server_round))
+            for _ in range(2)
+        ]
 
     assert numbers(0, 2) == [1, 1]
     assert len([*tmp_path.iterdir()]) == 1

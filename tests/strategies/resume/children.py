@@ -83,8 +83,14 @@ def client(index):
         received = model_in(message)
         number = round_of(message)
         update = near(received, 0.01 * (1 + index), 10 * number + index)
-        metrics = {"train_loss": 0.5 / (number + index), "norm_bit": index % 2}
-        return reply(message, update, 10 + 3 * index, index, **metrics)
+        return reply(
+            message,
+            update,
+            10 + 3 * index,
+            index,
+            train_loss=0.5 / (number + index),
+            norm_bit=index % 2,
+        )
 
     return train
 

@@ -323,12 +323,14 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, after):
     whole = run(AlignedAdam, evaluate, rounds=3, guard="loss", eta=0.01)
     calls = []
     for rounds in (after, 3):
-        given = {
-            "guard": "loss",
-            "eta": 0.01,
-            "checkpoints": Checkpointing(tmp_path),
-        }
-        resumed = run(AlignedAdam, evaluate, rounds=rounds, **given)
+        resumed = run(
+            AlignedAdam,
+            evaluate,
+            rounds=rounds,
+            guard="loss",
+            eta=0.01,
+            checkpoints=Checkpointing(tmp_path),
+        )
     assert kept(whole) == kept(resumed) == [1, 0, 1]
     assert bits(resumed) == bits(whole)
     assert dict(resumed.train_metrics_clientapp) == dict(whole.train_metrics_clientapp)
@@ -354,13 +356,16 @@ def test_a_name_says_what_is_better_however_it_is_written(metric, higher):
 
 
 def private(symmetry, fraction_evaluate, **given):
-    settings = {
-        "noise_multiplier": 0.1,
-        "clipping_norm": 1.0,
-        "num_sampled_clients": CLIENTS,
-    }
     strategy = in_front_of(DifferentialPrivacyServerSideFixedClipping)
-    return strategy(symmetry, FedAvg(), **settings, alignment=GLOBAL, **given)
+    return strategy(
+        symmetry,
+        FedAvg(),
+        noise_multiplier=0.1,
+        clipping_norm=1.0,
+        num_sampled_clients=CLIENTS,
+        alignment=GLOBAL,
+        **given,
+    )
 
 
 def without_start(grid):

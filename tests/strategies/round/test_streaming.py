@@ -323,8 +323,9 @@ def test_half_precision_travels_and_the_server_keeps_its_own(base, wire):
         )
         return answered
 
-    settings = {"server": Server(wire=wire), "fraction_evaluate": 0.0}
-    strategy = in_front_of(base)(CONFIG, alignment=GLOBAL, **settings)
+    strategy = in_front_of(base)(
+        CONFIG, alignment=GLOBAL, server=Server(wire=wire), fraction_evaluate=0.0
+    )
     grid = grid_of([client] * 2)
     new = tensors_of(strategy.start(grid, ArrayRecord(state()), 1).arrays)
     assert received == {wire}
@@ -414,12 +415,9 @@ ALONE = {"mine": MODEL}
 def test_of_several_records_the_model_is_the_one_that_the_strategy_names(
     given, key, known
 ):
-    settings = {
-        "alignment": None,
-        "aggregation": Mean,
-        "fraction_evaluate": 0.0,
-    }
-    strategy = OwnMessages(arrayrecord_key=key, **settings)
+    strategy = OwnMessages(
+        arrayrecord_key=key, alignment=None, aggregation=Mean, fraction_evaluate=0.0
+    )
     strategy.given = given
     grid = grid_of([lambda m: reply(m, {"w": torch.full((2,), 4.0)}, 10)] * 2)
     if not known:

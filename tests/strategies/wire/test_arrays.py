@@ -179,9 +179,16 @@ def test_tied_embeddings_travel_once(dtype):
 
 
 def build_tied():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}
-    others = {"vocab_size": 50, "num_attention_heads": 2, "max_position_embeddings": 8}
-    return BertForMaskedLM(BertConfig(**sizes, **others))
+    return BertForMaskedLM(
+        BertConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            intermediate_size=24,
+            vocab_size=50,
+            num_attention_heads=2,
+            max_position_embeddings=8,
+        )
+    )
 
 
 def test_ties_are_of_memory_shape_and_layout():

@@ -123,7 +123,11 @@ def test_numbers_of_all_files_have_one_scale(kind, form, tmp_path):
     ]
     split = ["train", "test"] * 2
     for expected, words, others in (
-        ([0, 85, 170, 255], "4 of 4 images have more than 8 bits: 100 to 400, in", 0),
+        (
+            [0, 85, 170, 255],
+            "4 of 4 images have more than 8 bits: 100 to 400, in all",
+            0,
+        ),
         ([7, 0, 128, 255], "3 of 4 images have more than 8 bits: 200 to 400, in", 1),
     ):
         files[:others] = [png(7, (4, 4), "L")] * others

@@ -170,10 +170,10 @@ def collect_counts(
     for batch in every:
         if "labels" not in batch:
             raise FedrotError(f"A batch has no 'labels', only: {', '.join(batch)}.")
-        given = batch["labels"]
+        labels = batch["labels"]
         # Several labels have one for each output.
-        shape = (*given.shape, outputs) if kind.by_class else given.shape
-        labels = kind.check_labels(given, torch.empty(()).expand(shape))
+        shape = (*labels.shape, outputs) if kind.by_class else labels.shape
+        labels = kind.check_labels(labels, torch.empty(()).expand(shape))
         labelled = labels[kind.has_label(labels)]
         total += kind.targets(labelled, outputs).sum(0).cpu()
     return total

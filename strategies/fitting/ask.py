@@ -16,6 +16,7 @@ from flwr.app import (
 )
 from flwr.common import log
 from flwr.serverapp import Grid
+from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError, legible, refusal
 from fedrot.strategies.fitting.bodies import Body
@@ -243,6 +244,11 @@ class Clients:
         return answers
 
 
+def are_counts(numbers: Tensor) -> Tensor:
+    """Return which numbers can be numbers of rows; NaN is none."""
+    return (numbers >= 0) & (numbers <= LARGEST) & (numbers == numbers.floor())
+
+
 def read_rows(node: int, content: RecordDict) -> RowCounts:
     """Return the numbers of a client's rows."""
     record = records_of_type(content, MetricRecord)[ROWS]
@@ -271,8 +277,7 @@ def read_losses(node: int, content: RecordDict, heads: int) -> LossSums:
         )
     losses = LossSums(**from_arrays(record))
     answered = len(losses.counts) - 1
-    whole = losses.rows.is_integer() and losses.rows <= LARGEST
-    if answered != heads or not whole:
+    if answered != heads or not bool(are_counts(losses.counts).all()):
         raise UpdateError(
             f"The losses are of {answered} heads and {losses.rows:g} rows."
         )

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from flwr.app import ArrayRecord
 
+from fedrot.task_head.choice import Candidate
+from fedrot.task_head.names import task_head_names
 from fedrot.tensors import Tensors
 
 
@@ -39,3 +41,12 @@ class Body:
         """Return whether the server knows that a node has the body, or its halves."""
         halves = [node in half.kept_by for half in self.between]
         return node in self.kept_by or (bool(halves) and all(halves))
+
+
+def unfitted(body: Body, task_head: str, share: float) -> Candidate[Body]:
+    """Return a body with its own head; see ``Candidate`` for its ``share``."""
+    name, bias = task_head_names(task_head)
+    weight = body.tensors[name]
+    # A layer without a bias is one with a bias of 0.
+    zero = weight.new_zeros(len(weight))
+    return Candidate(body, weight, body.tensors.get(bias, zero), share)

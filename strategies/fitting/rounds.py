@@ -20,8 +20,8 @@ from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.fitting.ask import Clients
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
 from fedrot.strategies.fitting.result import FittedTaskHead
-from fedrot.strategies.fitting.sites import ask_alone, reported
-from fedrot.strategies.reporting.rows import report_metrics
+from fedrot.strategies.fitting.sites import Sites, reported
+from fedrot.strategies.reporting.rows import SITE_ROW, SITES, report_metrics
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.wire.fitting_messages import PRIORS
 from fedrot.strategies.wire.label_names import Names, check_names, wanted_names
@@ -112,12 +112,6 @@ class FitsTaskHead(ReplyStrategy):
         result = self._fitting.fit(clients, arrays)
         result.log("Before round 1")
         self._remember(result)
-        if self.reports_sites:
-            try:
-                first = self._fitting.body(arrays, clients.task_head)
-                ask_alone(clients, first, [*grid.get_node_ids()])
-            except Exception as error:
-                log(WARNING, "Sites have no heads alone yet: %s", refusal(error))
         return result.arrays
 
     @property
@@ -152,30 +146,27 @@ class FitsTaskHead(ReplyStrategy):
         """Let the sites report, see ``report_sites``; a failure is a warning."""
         try:
             if self._fitting is not None and self.reports_sites:
-                self._report(self._fitting, result, first)
+                clients = self._asked(self._fitting, result.arrays)
+                sites = reported(
+                    self._fitting, clients, result.arrays, first, self.priors
+                )
+                self._report(sites, result.train_metrics_clientapp)
         except Exception as error:
             log(WARNING, "The sites have not reported: %s", refusal(error))
 
-    def _report(
-        self, fitting: TaskHeadFitting, result: Result, first: ArrayRecord
-    ) -> None:
-        clients = self._asked(fitting, result.arrays)
-        sites = reported(fitting, clients, result.arrays, first, self.priors)
+    def _report(self, sites: Sites, noted: dict[int, MetricRecord]) -> None:
         sites.log()
-        last = max(result.train_metrics_clientapp, default=0)
+        last = max(noted, default=0)
         metrics = sites.metrics()
-        noted = result.train_metrics_clientapp.setdefault(last, MetricRecord())
-        noted.update({f"fedrot-{name}": value for name, value in metrics.items()})
+        of_round = noted.setdefault(last, MetricRecord())
+        of_round.update({f"fedrot-{name}": value for name, value in metrics.items()})
         if self.reporting.rows_path is not None:
-            # As in other rows.
-            ids = self._clients
-            rows = [
-                {"round": last, "stage": "site", **row, "client": ids.get(node, node)}
-                for row in sites.rows
-                for node in [row["client"]]
-            ]
+            rows = [{"round": last, "stage": SITE_ROW, **row} for row in sites.rows]
+            for row in rows:
+                # As in other rows.
+                row["client"] = self._clients.get(row["client"], row["client"])
             append_rows(self.reporting.rows_path, rows)
-        report_metrics(self.reporting, last, "sites", metrics)
+        report_metrics(self.reporting, last, SITES, metrics)
 
     def _asked(self, fitting: TaskHeadFitting, arrays: ArrayRecord) -> Clients:
         """Return the clients, to be asked after a round."""

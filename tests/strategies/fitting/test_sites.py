@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
 import fedrot
 from fedrot.strategies import (
@@ -19,8 +19,8 @@ from fedrot.strategies import (
     fit_task_head,
     report_sites,
 )
-from fedrot.strategies.client.site_report import interval
 from fedrot.strategies.wire.fitting_messages import FIGURES, PRIORS, STAGE
+from fedrot.task_head.site_figures import interval
 from tests.models import near
 from tests.strategies.fakes import (
     failure,
@@ -32,7 +32,6 @@ from tests.strategies.fakes import (
 )
 from tests.strategies.fitting.site_cases import (
     CASES,
-    Site,
     alone_logits,
     figures_of,
     labels_of,
@@ -151,6 +150,18 @@ def lying(node, what):
     return answer
 
 
+def crashing(node):
+    """Return a node whose errors are answers, as Flower's."""
+
+    def answer(message):
+        try:
+            return node(message)
+        except fedrot.FedrotError as error:
+            return Message(Error(code=1, reason=str(error)), reply_to=message)
+
+    return answer
+
+
 def learning(site, folder, seed):
     """Return a node that trains and evaluates, too."""
     node = site.node(folder)
@@ -210,6 +221,7 @@ def test_a_run_reports_its_sites_to_files_functions_and_the_log(tmp_path, caplog
         return (failure if config.get(STAGE) == "report" else fails)(message)
 
     nodes[2] = failing
+    nodes[3] = crashing(nodes[3])
     told, noted = list[ConfigRecord](), dict[str, float]()
 
     def listening(message):
@@ -236,13 +248,13 @@ def test_a_run_reports_its_sites_to_files_functions_and_the_log(tmp_path, caplog
     assert result.evaluate_metrics_clientapp[2]["mine"] == pytest.approx(0.5)
     text = caplog.text
     assert "Client 102: it failed: crashed" in text
-    assert "Client 103 is left out of the report: No row has a label" in text
+    assert "Client 103: it failed: No row has a label" in text
     assert "of 4 sites are better with their own head than alone" in text
     assert "1 sites withhold" in text
     # Priors are told from the first fit on, and are shares.
     shares = [[*config[PRIORS]] for config in told if PRIORS in config]
     stages = [config.get(STAGE, "train") for config in told if PRIORS not in config]
-    assert stages == ["count", "sum", "evaluate", "alone"]
+    assert stages == ["count", "sum", "evaluate"]
     assert shares[-1] == strategy.priors
     assert sum(shares[0]) == pytest.approx(1)
 
@@ -286,26 +298,6 @@ def test_a_site_of_one_label_alone_is_a_constant(name, tmp_path):
         }[name]
         logits = constant.double().expand(len(labels), -1).numpy()
         assert row["alone"] == pytest.approx(figures_of(kind, logits, labels), rel=1e-4)
-
-
-def test_rows_that_differ_from_call_to_call_are_named(tmp_path, warnings):
-    sites = sites_of(SINGLE)
-    turns = iter(range(99))
-
-    class Turned(Site):
-        @property
-        def test(self):
-            places = torch.roll(torch.arange(50), next(turns))
-            return {name: value[places] for name, value in sites[0].test.items()}
-
-        @test.setter
-        def test(self, rows):
-            """Leave out the rows of every call."""
-
-    turned = Turned(SINGLE, sites[0].training, sites[0].held_out, None)
-    found = reported([site.node(tmp_path) for site in [turned, *sites[1:]]])
-    assert len(found.rows) == 2
-    assert "Client 100 is left out of the report: test rows must" in warnings()
 
 
 def test_a_model_that_nobody_trained_is_the_first_one(tmp_path):

@@ -288,13 +288,13 @@ class SeveralLabels(_ValuePerOutput):
         priors: Tensor | None,
     ) -> Layer:
         n, labelled = counts[0], counts[1:]
-        centred = self._centred(counts, sums)
         varies = (labelled > 0) & (labelled < n)
+        centred = self._centred(counts, sums).where(varies.unsqueeze(1), 0.0)
         # A label that does not vary gets weights 0; n / 2 avoids a division by 0.
         with_label = torch.where(varies, labelled, n / 2)
         without = torch.where(varies, n - labelled, n / 2)
-        up = torch.where(varies, 1 / with_label, 0.0).unsqueeze(1) * centred
-        down = torch.where(varies, 1 / -without, 0.0).unsqueeze(1) * centred
+        up = (1 / with_label).unsqueeze(1) * centred
+        down = (1 / -without).unsqueeze(1) * centred
         # The covariance of all rows is that inside the two classes and this times
         # ``(up - down)^2``.
         between = with_label * without / n**2

@@ -63,10 +63,10 @@ def site_figures(
         problem_type: one of transformers' problem types.
 
     Returns:
-        ``heads``: of the heads alone, of all, and own, the mean loss, and unless it is
-        a regression the accuracy and the macro F1 over the classes in the rows, ``[3, 3
-        or 1]``. ``noise``: the 95 % bootstrap interval of the mean gain of a row, own
-        head against alone: of accuracy, of a regression of the negative loss, ``[2]``.
+        ``heads``: of the heads alone, of all, and own, the mean loss, the accuracy and
+        the macro F1 over the classes in the rows, ``[3, 3]``; in a regression the last
+        two are 0. ``gain``: of a row, own head against alone, the mean and its 95 %
+        bootstrap interval: of accuracy, of a regression of the negative loss, ``[3]``.
         ``rows``: numbers of training rows, then of measured rows: all, and those of
         each class or with each label, ``[2, 1 + classes]``; of a regression ``[2, 1]``.
 
@@ -81,15 +81,14 @@ def site_figures(
     sums = collect_classes(first, training(), task_head, problem_type)
     layer = _fitted_alone(first, sums, held_out, task_head)
     rows = labelled_rows(first, test, problem_type, task_head)
-    alone = [(linear(inputs.cpu(), *layer), labels.cpu()) for inputs, labels, _ in rows]
-    labels = torch.cat([of_batch for _, of_batch in alone])
+    pairs = [(linear(inputs.cpu(), *layer), labels.cpu()) for inputs, labels, _ in rows]
+    alone, labels = map(torch.cat, zip(*pairs, strict=True))
     last = next(models)
     counts = collect_counts(last, training(), problem_type)
-    of_all = [logits.cpu() for logits, *_ in labelled_rows(last, test, problem_type)]
-    answers = torch.cat(of_all)
-    shifted = answers + site_shift(priors, counts, problem_type)
-    first_answers = torch.cat([logits for logits, _ in alone])
-    logits = torch.stack([first_answers, answers, shifted])
+    answers = [answer.cpu() for answer, *_ in labelled_rows(last, test, problem_type)]
+    of_all = torch.cat(answers)
+    shift = site_shift(priors, counts, problem_type)
+    logits = torch.stack([alone, of_all, of_all + shift])
     losses = kind.loss(logits, labels, 1.0).nan_to_num(kind.largest_loss)
     losses = losses.clamp(0, kind.largest_loss)
     predicted = kind.predicted(logits)
@@ -100,12 +99,12 @@ def site_figures(
     scores = kind.right(logits, labels).double()
     figures = [losses.mean(1), scores.mean(1), f1.mean(1).nan_to_num(0)]
     if problem_type == REGRESSION:
-        figures, scores = figures[:1], -losses
+        scores = -losses
     trained = counts[len(counts) - len(by_class) :]
     numbers = [[sums.rows, *trained], [len(labels), *by_class]]
     return {
         "heads": torch.stack(figures, 1),
-        "noise": interval(scores[2] - scores[0]),
+        "gain": mean_and_interval(scores[2] - scores[0]),
         "rows": torch.tensor(numbers),
     }
 
@@ -142,14 +141,15 @@ def _fitted_alone(
     return taken.weight / temperature, taken.bias / temperature
 
 
-def interval(differences: Tensor) -> Tensor:
-    """Return the 95 % bootstrap interval of the mean of rows' differences.
+def mean_and_interval(differences: Tensor) -> Tensor:
+    """Return the mean of rows' differences, and its 95 % bootstrap interval.
 
-    It has the quantiles of means of rows that are drawn with replacement.
+    The interval has the quantiles of means of rows that are drawn with replacement.
     """
     rows = len(differences)
     values, counts = np.unique(differences.numpy(), return_counts=True)
     random = np.random.default_rng(0)
     # How often each value is drawn.
     drawn = [random.multinomial(rows, counts / rows) @ values for _ in range(RESAMPLES)]
-    return torch.tensor(np.quantile(drawn, [0.025, 0.975]) / rows)
+    low, high = np.quantile(drawn, [0.025, 0.975]) / rows
+    return torch.tensor([differences.mean(), low, high]).double()

@@ -169,8 +169,8 @@ class _Request:
         """Return sums, losses of task heads, or the figures of a site."""
         stage = self.config[STAGE]
         kind = self._task_head, self._problem_type
-        names = [f"{TASK_HEADS}-{place}" for place in range(len(bodies))]
-        heads = [from_arrays(self._arrays[n]) for n in names if n in self._arrays]
+        records = sorted(self._arrays.items())
+        heads = [from_arrays(arrays) for name, arrays in records if TASK_HEADS in name]
         if stage == REPORT:
             layer = heads[0]["weight"], heads[0]["bias"]
             last = with_task_head(bodies[-1], self._task_head, *layer)

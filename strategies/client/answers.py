@@ -197,16 +197,17 @@ class _Request:
     def _bodies(self) -> list[Tensors] | None:
         """Return the request's bodies, sent or kept; None if one is lacking."""
         between = self._keys(BETWEEN)
-        bodies = []
+        bodies = list[Tensors]()
         for place, key in enumerate(self._keys(BODIES)):
             sent = self._arrays.get(f"{MODEL}-{place}")
-            if sent is None:
-                bodies.append(self._shelf.read(key, between))
-            else:
-                bodies.append(self._shelf.keep(key, from_arrays(sent)))
+            if sent is not None:
+                self._shelf.keep(key, from_arrays(sent))
+            body = self._shelf.read(key, between) if sent is None else from_arrays(sent)
+            if body is None:
+                return None
+            bodies.append(body)
         self._shelf.drop_others(self._keys(KEEP))
-        held = [body for body in bodies if body is not None]
-        return held if len(held) == len(bodies) else None
+        return bodies
 
     def _keys(self, name: str) -> list[str]:
         # Flower sends an empty list as another type.

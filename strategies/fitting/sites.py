@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
 from logging import INFO
 from statistics import fmean
 from typing import Any
@@ -189,17 +188,18 @@ def reported(
         partial(_read, labels=labels),
         {f"{TASK_HEADS}-0": to_arrays(sent)},
     )
-    known = [*map(legible, wanted_names(clients.described, clients.names))]
-    names = known if len(known) == labels else [*map(str, range(labels))]
+    known = wanted_names(clients.described, clients.names)
+    names = [*map(legible, known or map(str, range(labels)))]
     rows = [row for _, row in sorted(answers.items()) if row is not None]
-    taken = set[str]()
+    taken = set[str | None]()
     for row in rows:
-        # A second "A" is "A (2)".
-        numbered = (f"{row['site']} ({number})" for number in count(2))
-        unique = (name for name in chain([row["site"]], numbered) if name not in taken)
-        row["site"] = row["site"] and next(unique)
-        taken.add(row["site"])
-        row["classes"] = dict(zip(names, row["classes"], strict=True))
+        name, number = row["site"], 1
+        while row["site"] in taken:
+            number += 1
+            row["site"] = f"{name} ({number})"
+        # Sites without a name have the same one.
+        taken.add(row["site"] or None)
+        row["classes"] = dict(zip(names, row["classes"], strict=False))
     return Sites(NAMES[labels > 0], rows, len(answers) - len(rows))
 
 

@@ -109,10 +109,14 @@ def sites_of(kind: Kind, count: int = 3) -> list[Site]:
 
 def logits_of(kind: Kind, tensors: Any, rows: Rows) -> Tensor:
     """Return a model's logits of the rows with a label, ``[rows, outputs]``."""
+    return kind.logits(loaded(kind, tensors), rows)[labelled(rows)]
+
+
+def loaded(kind: Kind, tensors: Any) -> Any:
     model = kind.build()
     load = load_as_sent if kind.adapter else type(model).load_state_dict
     load(model, tensors)
-    return kind.logits(model, rows)[labelled(rows)]
+    return model
 
 
 def labelled(rows: Rows) -> Tensor:
@@ -144,7 +148,7 @@ def figures_of(kind: Kind, logits: Tensor, labels: Tensor) -> dict[str, float]:
     return {"loss": float(losses.mean()), **figures}
 
 
-def pooled_priors(sites: list[Site]) -> list[float]:
+def priors_of(sites: list[Site]) -> list[float]:
     """Return the shares of all training rows; no site has 1.5 times the median."""
     if sites[0].kind.problem == "regression":
         return []

@@ -13,7 +13,7 @@ from fedrot.strategies import class_priors
 from fedrot.strategies.wire.fitting_messages import COUNTS
 from tests.strategies.fakes import failure, grid_of, tensors_of
 from tests.strategies.fitting.feature_clients import client, drawn, fitted
-from tests.strategies.fitting.site_cases import CASES, pooled_priors, sites_of
+from tests.strategies.fitting.site_cases import CASES, priors_of, sites_of
 from tests.strategies.fitting.test_liars import lie
 
 
@@ -36,7 +36,7 @@ def test_shares_are_those_of_all_training_rows(name):
     kind = CASES[name]
     sites = sites_of(kind)
     grid = grid_of(site.node() for site in sites)
-    assert class_priors(grid, kind.config) == pytest.approx(pooled_priors(sites))
+    assert class_priors(grid, kind.config) == pytest.approx(priors_of(sites))
     assert (name == "regression") == (grid.asked == [])
 
 

@@ -10,7 +10,6 @@ Decaestecker, "Adjusting the outputs of a classifier to new a priori probabiliti
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -153,21 +152,17 @@ def collect_counts(
     kind = OUTPUT_KINDS[name]
     outputs = outputs_of(model.config)
     total = torch.zeros(outputs if kind.by_class else 1 + outputs).double()
-    rest = map(as_batch, batches)
-    first = next(rest, None)
-    if first is None:
-        return total
-    every = chain([first], rest)
-    if name == REGRESSION:
-        for logits, labels, _ in labelled_rows(model, every, name):
-            residuals = nn.functional.pad(labels - logits, (1, 0), value=1.0)
-            total += residuals.sum(0).cpu()
-        return total
-    for batch in every:
+    for batch in map(as_batch, batches):
         labels = labels_in(batch)
-        # Several labels have one for each output.
-        shape = (*labels.shape, outputs) if kind.by_class else labels.shape
-        labels = kind.check_labels(labels, torch.empty(()).expand(shape))
-        labelled = labels[kind.has_label(labels)]
-        total += kind.targets(labelled, outputs).sum(0).cpu()
+        if name != REGRESSION:
+            # Several labels have one for each output.
+            shape = (*labels.shape, outputs) if kind.by_class else labels.shape
+            labels = kind.check_labels(labels, torch.empty(()).expand(shape))
+            targets = kind.targets(labels[kind.has_label(labels)], outputs)
+        elif bool(kind.has_label(labels).any()):
+            ((logits, labels, _),) = labelled_rows(model, [batch], name)
+            targets = nn.functional.pad(labels - logits, (1, 0), value=1.0)
+        else:
+            continue
+        total += targets.sum(0).cpu()
     return total

@@ -152,14 +152,16 @@ class Clients:
                 body.kept_by.add(node)
 
         kept = {node: frozenset(b for b in bodies if b.has(node)) for node in nodes}
-        self._ask({node: content_for(kept[node]) for node in kept}, take)
+        # Without the nodes whose labels mean something else.
+        right = {*self._ask({node: content_for(kept[node]) for node in kept}, take)}
         if lacking:
             for body in bodies:
                 for lost in (body, *body.between):
                     lost.kept_by.difference_update(lacking)
             again = dict.fromkeys(lacking, content_for(frozenset()))
             with suppress(FedrotError):
-                self._ask(again, take)
+                right |= {*self._ask(again, take)}
+        answers = {node: answers[node] for node in answers if node in right}
         if not answers:
             raise FedrotError(
                 "No client gave a usable answer: all say that they lack the model."

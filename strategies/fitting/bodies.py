@@ -23,6 +23,7 @@ class Body:
     Attributes:
         arrays: of the whole model.
         tensors: the same.
+        task_head: the name of its head.
         sent: the model in the precision of the wire.
         key: ``hash_of`` what is sent.
         between: the two bodies whose ``half_way`` this is, if they may have the same
@@ -32,6 +33,7 @@ class Body:
 
     arrays: ArrayRecord
     tensors: Tensors
+    task_head: str
     sent: ArrayRecord
     key: str
     between: tuple[Body, ...] = ()
@@ -42,11 +44,10 @@ class Body:
         halves = [node in half.kept_by for half in self.between]
         return node in self.kept_by or (bool(halves) and all(halves))
 
-
-def unfitted(body: Body, task_head: str, share: float) -> Candidate[Body]:
-    """Return a body with its own head; see ``Candidate`` for its ``share``."""
-    name, bias = task_head_names(task_head)
-    weight = body.tensors[name]
-    # A layer without a bias is one with a bias of 0.
-    zero = weight.new_zeros(len(weight))
-    return Candidate(body, weight, body.tensors.get(bias, zero), share)
+    def unfitted(self, share: float) -> Candidate[Body]:
+        """Return the body with its own head; see ``Candidate`` for the share."""
+        name, bias = task_head_names(self.task_head)
+        weight = self.tensors[name]
+        # A layer without a bias is one with a bias of 0.
+        zero = weight.new_zeros(len(weight))
+        return Candidate(self, weight, self.tensors.get(bias, zero), share)

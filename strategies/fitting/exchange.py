@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.fitting.ask import Clients, read_losses, read_rows, read_sums
-from fedrot.strategies.fitting.bodies import Body, unfitted
+from fedrot.strategies.fitting.bodies import Body
 from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.wire.arrays import to_arrays
 from fedrot.strategies.wire.fitting_messages import COUNT, EVALUATE, SUM, TASK_HEADS
@@ -83,7 +83,7 @@ class Exchange:
         """
         if not self._training:
             raise UpdateError("No client has training rows with 'labels'.")
-        old = unfitted(self._old, self._clients.task_head, 0.0)
+        old = self._old.unfitted(0.0)
         sums = {
             share: self._sums(body, bodies.values()) for share, body in bodies.items()
         }
@@ -123,7 +123,7 @@ class Exchange:
         fitted: ByShare = {}
         reason = ""
         for share, body in bodies.items():
-            like = unfitted(body, self._clients.task_head, share)
+            like = body.unfitted(share)
             try:
                 fitted[share] = self._fitted(like, total_without((), sums[share]))
             except FedrotError as error:
@@ -186,7 +186,7 @@ class Exchange:
     def _sums(self, body: Body, bodies: Iterable[Body]) -> Groups:
         """Return the sums of features that clients compute with a body."""
         clients = self._clients
-        outputs, inputs = unfitted(body, clients.task_head, 0.0).weight.shape
+        outputs, inputs = body.unfitted(0.0).weight.shape
         largest = None
         if clients.described is not None:
             largest = largest_inputs(clients.described, body.tensors, clients.task_head)

@@ -138,7 +138,7 @@ class TaskHeadFitting:
         return Clients(
             grid,
             task_head,
-            problem_type_of(described or {}, usual),
+            problem_type_of({} if is_adapter else described, usual),
             config,
             timeout,
             described,
@@ -186,6 +186,5 @@ class TaskHeadFitting:
         tensors = from_arrays(arrays)
         sent = arrays if self.wire is None else to_arrays(tensors, self.wire)
         key = hash_of(from_arrays(sent), task_head)
-        return Body(
-            arrays, tensors, sent, key, kept_by=self.kept_by.setdefault(key, set())
-        )
+        kept_by = self.kept_by.setdefault(key, set())
+        return Body(arrays, tensors, task_head, sent, key, kept_by=kept_by)

@@ -16,7 +16,6 @@ from flwr.serverapp import Grid
 
 from fedrot.errors import UpdateError, legible
 from fedrot.strategies.fitting.ask import Clients, are_counts
-from fedrot.strategies.fitting.bodies import unfitted
 from fedrot.strategies.fitting.class_priors import priors_of
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
 from fedrot.strategies.wire.arrays import (
@@ -175,7 +174,7 @@ def reported(
 ) -> Sites:
     """Return ``report_sites``, with the bodies that clients have kept."""
     before, after = (fitting.body(of, clients.task_head) for of in (first, arrays))
-    head = unfitted(after, clients.task_head, 1.0)
+    head = after.unfitted(1.0)
     outputs = len(head.bias)
     shares = torch.tensor(priors or priors_of(clients, outputs)).double()
     sent = {"weight": head.weight, "bias": head.bias, "priors": shares}

@@ -62,7 +62,7 @@ def reporting_evaluations(reporting: Reporting, evaluate: Evaluate) -> Evaluate:
 def scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield names and numbers; a list has one for each entry, and null is NaN."""
     for name, value in metrics.items():
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, list | tuple):
             yield from scalars({f"{name}/{i}": entry for i, entry in enumerate(value)})
         else:
             yield name, math.nan if value is None else float(value)

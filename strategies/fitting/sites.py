@@ -106,11 +106,10 @@ class Sites:
         if self.rows:
             log(
                 INFO,
-                "%d of %d sites are better with their own head than alone (beyond "
-                "noise %d). The worst is %s",
-                sum(row["gain"][0] > 0 for row in self.rows),
-                len(self.rows),
+                "%d of %d sites are better with their own head than alone, beyond "
+                "noise. The worst is %s",
                 self.metrics()["sites-better"],
+                len(self.rows),
                 self._line(self.worst),
             )
 

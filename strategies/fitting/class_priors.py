@@ -58,8 +58,8 @@ def class_priors(
     Raises:
         FedrotError: no client gives a usable answer, or none has labelled rows.
     """
-    problem_type = problem_type_of(model_config)
-    clients = Clients(grid, problem_type=problem_type, config=config, timeout=timeout)
+    kind = problem_type_of(model_config)
+    clients = Clients(grid, problem_type=kind, config=config, timeout=timeout)
     return priors_of(clients, outputs_of(model_config))
 
 

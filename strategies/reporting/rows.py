@@ -103,5 +103,6 @@ def _round_of(line: str) -> float:
         row = json.loads(line)
     except ValueError:
         return math.inf
-    after = math.inf if row.get("stage") in (SITE_ROW, SITES) else 0
-    return row.get("round", 0) + after
+    if row.get("stage") in (SITE_ROW, SITES):
+        return math.inf
+    return row.get("round", 0)

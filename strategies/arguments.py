@@ -106,7 +106,7 @@ def check_described(name: str, described: object, align: bool) -> None:
         f"{name}(symmetry, ...) for your own architecture (docs/how-to/own-model.md)"
     )
     if isinstance(
-        described, (bool, int, float)
+        described, bool | int | float
     ):  # FedAvg's first argument is fraction_train.
         what = f"the number {described}"
         instead = (

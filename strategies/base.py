@@ -38,6 +38,7 @@ from fedrot.strategies.round.play import PlaysRounds
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
 from fedrot.strategies.wire.arrays import STATISTICS, from_arrays
+from fedrot.strategies.wire.fitting_messages import PRIORS
 from fedrot.strategies.wire.lazy_grid import LazyGrid, streamed
 from fedrot.tensors import checked_device
 
@@ -216,7 +217,8 @@ class ReplyStrategy(PlaysRounds):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask for statistics; store the model and requests for ``aggregate_train``."""
-        config.update(self.tells)
+        if self.priors:
+            config[PRIORS] = self.priors
         self._config = config
         self._grid = grid
         kinds = self.needs(server_round)
@@ -235,7 +237,8 @@ class ReplyStrategy(PlaysRounds):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Send the model in the precision of the wire, and store the requests."""
-        config.update(self.tells)
+        if self.priors:
+            config[PRIORS] = self.priors
         messages = super().configure_evaluate(  # type: ignore[safe-super]
             server_round, arrays, config, grid
         )
@@ -312,9 +315,12 @@ class ReplyStrategy(PlaysRounds):
         arguments.check_initial_arrays(arrays, self.model_config, self.aligns)
 
     @property
-    def tells(self) -> Mapping[str, Any]:
-        """What requests for training and evaluation say beside the user's settings."""
-        return {}
+    def priors(self) -> list[float]:
+        """Shares of classes in the bias of the newest model; empty if not known.
+
+        Requests for training and evaluation have them.
+        """
+        return []
 
     def prepared(
         self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord

@@ -50,7 +50,7 @@ RULES = (
         "what it holds",
     ),
     Rule(
-        r"(?i)(?!.*(task_?head|header|headline|head_only)).*head.*",
+        r"(?i)(?!.*(task_?head|header|headline|head_only|site_head)).*head.*",
         DEFINITION,
         "task_head",
         allowed=ATTENTION,

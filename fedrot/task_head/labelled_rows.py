@@ -65,15 +65,14 @@ def labelled_rows(
 
     with watched(model, [task_head] if task_head else [], watch):
         for batch in map(as_batch, batches):
-            if "labels" not in batch:
-                raise FedrotError(f"A batch has no 'labels', only: {', '.join(batch)}.")
+            batch_labels = labels_in(batch)
             logits = getattr(model(**forward_inputs(model, batch)), "logits", None)
             if logits is None:
                 raise FedrotError(
                     f"The output of {name} has no logits. Pass a model with one task "
                     "head."
                 )
-            labels = kind.check_labels(batch["labels"].to(logits.device), logits)
+            labels = kind.check_labels(batch_labels.to(logits.device), logits)
             labelled = kind.has_label(labels)
             seen = seen or bool(labelled.any())
             rows = logits[labelled]
@@ -86,6 +85,13 @@ def labelled_rows(
             "No row has a label: all are negative or NaN, or there is no batch. An "
             "iterator that was read before has none: pass a list, or a DataLoader."
         )
+
+
+def labels_in(batch: Tensors) -> Tensor:
+    """Return a batch's labels; raises ``FedrotError`` if it has none."""
+    if "labels" not in batch:
+        raise FedrotError(f"A batch has no 'labels', only: {', '.join(batch)}.")
+    return batch["labels"]
 
 
 def as_batch(batch: object) -> Tensors:

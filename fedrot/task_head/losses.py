@@ -14,6 +14,7 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.labelled_rows import labelled_rows
 from fedrot.task_head.outputs import OUTPUT_KINDS, problem_type_of
+from fedrot.task_head.sums import unlike
 from fedrot.tensors import TensorDict, Tensors
 
 #: From 1/4 to 16, each 9 % above the one before; 1 is among them.
@@ -54,12 +55,9 @@ class LossSums:
         shapes = {"losses": grid, "squares": grid, "counts": (1 + heads,)}
         for name, shape in shapes.items():
             value: Tensor = getattr(self, name)
-            if value.dtype != torch.float64 or tuple(value.shape) != shape:
-                raise UpdateError(
-                    f"The {name} are {value.dtype} {list(value.shape)}, not float64."
-                )
-            if not bool((torch.isfinite(value) & (value >= 0)).all()):
-                raise UpdateError(f"The {name} are negative, NaN or Inf.")
+            reason = unlike(value, shape)
+            if reason or bool((value < 0).any()):
+                raise UpdateError(f"The {name} {reason or 'are negative'}.")
         if not self.rows >= 1 or bool((self.counts > self.rows).any()):
             raise UpdateError(
                 f"{self.counts[1:].tolist()} of {self.rows} rows are counted as "

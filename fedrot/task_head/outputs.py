@@ -117,15 +117,24 @@ class OutputKind(ABC):
         """
 
     @abstractmethod
-    def right(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return which rows are predicted as labelled, bool ``[heads, rows]``."""
-
-    @abstractmethod
     def predicted(self, logits: Tensor) -> Tensor:
-        """Return which classes or labels are predicted, bool ``[heads, rows, k]``.
+        """Return which classes or labels are predicted, bool ``[..., rows, k]``.
 
         A regression predicts none, ``k`` is 0.
         """
+
+    def actual(self, labels: Tensor, outputs: int) -> Tensor:
+        """Return which classes or labels rows have, as if predicted, ``[rows, k]``."""
+        return self.predicted(self.targets(labels, outputs)[:, -outputs:])
+
+    def right(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return which rows are predicted as labelled, bool ``[heads, rows]``.
+
+        In a regression none.
+        """
+        predicted = self.predicted(logits)
+        equal = predicted == self.actual(labels, logits.shape[-1])
+        return equal.all(-1) & (predicted.shape[-1] > 0)
 
 
 class _ValuePerOutput(OutputKind):
@@ -224,9 +233,6 @@ class Numbers(_ValuePerOutput):
     def loss(self, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
         return (logits - labels).square().sum(-1)
 
-    def right(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return torch.zeros(logits.shape[:2], dtype=torch.bool, device=logits.device)
-
     def predicted(self, logits: Tensor) -> Tensor:
         return logits[..., :0] > 0
 
@@ -282,13 +288,13 @@ class SeveralLabels(_ValuePerOutput):
         priors: Tensor | None,
     ) -> Layer:
         n, labelled = counts[0], counts[1:]
-        centred = self._centred(counts, sums)
         varies = (labelled > 0) & (labelled < n)
+        centred = self._centred(counts, sums).where(varies.unsqueeze(1), 0.0)
         # A label that does not vary gets weights 0; n / 2 avoids a division by 0.
         with_label = torch.where(varies, labelled, n / 2)
         without = torch.where(varies, n - labelled, n / 2)
-        up = torch.where(varies, 1 / with_label, 0.0).unsqueeze(1) * centred
-        down = torch.where(varies, 1 / -without, 0.0).unsqueeze(1) * centred
+        up = (1 / with_label).unsqueeze(1) * centred
+        down = (1 / -without).unsqueeze(1) * centred
         # The covariance of all rows is that inside the two classes and this times
         # ``(up - down)^2``.
         between = with_label * without / n**2
@@ -314,9 +320,6 @@ class SeveralLabels(_ValuePerOutput):
             logits / temperature, labels.expand_as(logits), reduction="none"
         )
         return losses.sum(-1)
-
-    def right(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return ((logits > 0) == (labels > 0)).all(-1)
 
     def predicted(self, logits: Tensor) -> Tensor:
         return logits > 0
@@ -402,9 +405,6 @@ class OneClass(OutputKind):
         )
         return losses.view(logits.shape[:2])
 
-    def right(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return logits.argmax(-1) == labels
-
     def predicted(self, logits: Tensor) -> Tensor:
         classes = nn.functional.one_hot(logits.argmax(-1), logits.shape[-1])
         return classes > 0
@@ -417,8 +417,8 @@ def _log_ratios(priors: Tensor, counts: Tensor, strength: float) -> Tensor:
     """
     smallest = priors[priors > 0].min()
     known = priors.clamp(min=float(smallest))
-    own = (counts + strength * known) / (counts.sum(0) + strength)
-    return (own / known).log()
+    shares = (counts + strength * known) / (counts.sum(0) + strength)
+    return (shares / known).log()
 
 
 OUTPUT_KINDS: dict[str, OutputKind] = {

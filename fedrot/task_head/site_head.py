@@ -10,13 +10,12 @@ Decaestecker, "Adjusting the outputs of a classifier to new a priori probabiliti
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from fedrot.errors import FedrotError
-from fedrot.task_head.labelled_rows import as_batch, labelled_rows
+from fedrot.task_head.labelled_rows import as_batch, labelled_rows, labels_in
 from fedrot.task_head.outputs import (
     OUTPUT_KINDS,
     REGRESSION,
@@ -103,32 +102,28 @@ def site_shift(
     counts = torch.as_tensor(counts).double().cpu()
     if not 0 < strength < float("inf"):
         raise FedrotError(f"strength is {strength}; give a number of rows above 0.")
-    if reason := _wrong(priors, counts, problem_type):
+    if not _possible(priors, counts, problem_type):
         raise FedrotError(
-            f"{reason} Priors are shares of rows from 0 to 1, one for each class or "
-            "label; counts are what collect_counts returns."
+            f"The priors are {priors.tolist()!r:.80}, the counts "
+            f"{counts.tolist()!r:.80}. Priors are shares of rows from 0 to 1, one for "
+            "each class or label; counts are what collect_counts returns."
         )
     return kind.shift(priors, counts, strength)
 
 
-def _wrong(priors: Tensor, counts: Tensor, problem_type: str) -> str:
-    """Return what is wrong with priors and counts, or an empty text."""
+def _possible(priors: Tensor, counts: Tensor, problem_type: str) -> bool:
+    """Return whether priors and counts can be, and are of the same outputs."""
     if priors.ndim != 1 or counts.ndim != 1 or not len(counts):
-        return f"Priors are {[*priors.shape]}, counts {[*counts.shape]}."
-    rows = counts[:1] if problem_type == REGRESSION else counts
-    if not bool(counts.isfinite().all() and (rows >= 0).all()):
-        return f"The counts are {counts.tolist()!r:.80}."
+        return False
     if problem_type == REGRESSION:
-        return ""
-    first = 0 if problem_type == SINGLE else 1
-    if len(priors) != len(counts) - first:
-        return f"There are {len(priors)} priors and {len(counts)} counts."
-    inside = ((priors >= 0) & (priors <= 1)).all()
-    if not bool(inside) or (problem_type == SINGLE and not bool(priors.any())):
-        return f"The priors are {priors.tolist()!r:.80}."
-    if first and bool((counts > counts[0]).any()):
-        return f"A label has more rows than there are: {counts.tolist()!r:.80}."
-    return ""
+        return bool(counts.isfinite().all() & (counts[0] >= 0))
+    kind = OUTPUT_KINDS[problem_type]
+    rows = counts[kind.centres].sum()
+    # Comparisons with NaN are false.
+    right = ((counts >= 0) & (counts <= rows)).all() & rows.isfinite()
+    right &= ((priors >= 0) & (priors <= 1)).all()
+    first = 0 if kind.by_class else 1
+    return len(priors) + first == len(counts) and bool(right & (priors.any() | first))
 
 
 def collect_counts(
@@ -157,23 +152,17 @@ def collect_counts(
     kind = OUTPUT_KINDS[name]
     outputs = outputs_of(model.config)
     total = torch.zeros(outputs if kind.by_class else 1 + outputs).double()
-    rest = map(as_batch, batches)
-    first = next(rest, None)
-    if first is None:
-        return total
-    every = chain([first], rest)
-    if name == REGRESSION:
-        for logits, labels, _ in labelled_rows(model, every, name):
-            residuals = (labels - logits).sum(0).cpu()
-            total += torch.cat([torch.tensor([len(logits)]), residuals])
-        return total
-    for batch in every:
-        if "labels" not in batch:
-            raise FedrotError(f"A batch has no 'labels', only: {', '.join(batch)}.")
-        given = batch["labels"]
-        # Several labels have one for each output.
-        shape = (*given.shape, outputs) if kind.by_class else given.shape
-        labels = kind.check_labels(given, torch.empty(()).expand(shape))
-        labelled = labels[kind.has_label(labels)]
-        total += kind.targets(labelled, outputs).sum(0).cpu()
+    for batch in map(as_batch, batches):
+        labels = labels_in(batch)
+        if name != REGRESSION:
+            # Several labels have one for each output.
+            shape = (*labels.shape, outputs) if kind.by_class else labels.shape
+            labels = kind.check_labels(labels, torch.empty(()).expand(shape))
+            targets = kind.targets(labels[kind.has_label(labels)], outputs)
+        elif bool(kind.has_label(labels).any()):
+            ((logits, labels, _),) = labelled_rows(model, [batch], name)
+            targets = nn.functional.pad(labels - logits, (1, 0), value=1.0)
+        else:
+            continue
+        total += targets.sum(0).cpu()
     return total

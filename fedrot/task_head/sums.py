@@ -64,7 +64,7 @@ class ClassSums:
         shapes = {"counts": (classes,), "sums": (classes, size), "gram": (size, size)}
         for name, shape in shapes.items():
             value: Tensor = getattr(self, name)
-            if reason := unusable(value) or _unlike(value, shape):
+            if reason := unusable(value) or unlike(value, shape):
                 raise UpdateError(
                     f"Of the sums of features by class, the '{name}' {reason}."
                 )
@@ -222,7 +222,7 @@ class ClassSums:
         return (self.gram - means.mT @ (means * counts.unsqueeze(1))) / self.rows
 
 
-def _unlike(value: Tensor, shape: Shape) -> str:
+def unlike(value: Tensor, shape: Shape) -> str:
     """Return why a tensor is not finite float64 of a shape; empty if it is."""
     if value.dtype != torch.float64 or tuple(value.shape) != shape:
         actual = f"{value.dtype} of shape {list(value.shape)}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,21 +22,17 @@ from fedrot.errors import FedrotError
 from fedrot.lora.peft_model import load_as_sent
 from fedrot.strategies.arguments import check_functions
 from fedrot.strategies.client.shelf import Shelf
-from fedrot.strategies.client.site_report import record_alone, site_report
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.strategies.wire.fitting_messages import (
     ACTION,
-    ALONE,
     BETWEEN,
     BODIES,
     COUNT,
     COUNT_CLASSES,
     COUNTS,
     FIGURES,
-    FIRST,
     KEEP,
     LACKS,
-    LACKS_ALONE,
     LOSSES,
     MODEL,
     PROBLEM_TYPE,
@@ -47,7 +44,6 @@ from fedrot.strategies.wire.fitting_messages import (
     SUMS,
     TASK_HEAD,
     TASK_HEADS,
-    WHY_NOT_ALONE,
     WITHHELD,
 )
 from fedrot.strategies.wire.label_names import LABELS, labels_record
@@ -55,6 +51,7 @@ from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.labelled_rows import as_batch
 from fedrot.task_head.losses import TaskHeads, collect_losses, compare_losses
 from fedrot.task_head.outputs import OUTPUT_KINDS
+from fedrot.task_head.site_figures import site_figures
 from fedrot.task_head.site_head import collect_counts
 from fedrot.task_head.sums import collect_classes
 from fedrot.tensors import Tensors
@@ -99,11 +96,6 @@ class LabelledRows:
         if self.test is not None:
             check_functions(self, "test")
 
-    @property
-    def reported(self) -> str:
-        """The name of the rows on which the report is measured."""
-        return "held_out" if self.test is None else "test"
-
 
 def answer_with_sums(
     app: ClientApp,
@@ -116,9 +108,8 @@ def answer_with_sums(
         app: the client's app.
         setup: returns the model and the rows; called for every request.
         folder: where the client keeps up to three received models between requests, so
-            that they are sent once, and the answers of the head that the site fits
-            alone: in a folder ``fedrot-bodies`` there; None is the user's folder of
-            caches.
+            that they are sent once: in a folder ``fedrot-bodies`` there; None is the
+            user's folder of caches.
 
     Example: ``answer_with_sums(app, lambda message, context: rows)``, with the
     client's ``rows = LabelledRows(build, training, held_out)``
@@ -129,11 +120,11 @@ def answer_with_sums(
         # Building models and drawing batches must not change the random numbers of
         # training.
         with torch.random.fork_rng(devices=[]):
-            node = message.metadata.dst_node_id
-            request = _Request(message.content, folder, context.run_id, node)
+            request = _Request(message.content, folder, context.run_id)
             rows = setup(message, context)
             content = request.answer(rows)
-            if request.asks_for_labels:
+            # The server does not know the names of the client's labels.
+            if LABELS in request.config:
                 content[LABELS] = labels_record(rows.build())
         return Message(content, reply_to=message)
 
@@ -142,23 +133,17 @@ class _Request:
     """A request as a client reads it."""
 
     def __init__(
-        self, content: RecordDict, folder: str | Path | None, run: int, node: int
+        self, content: RecordDict, folder: str | Path | None, run: int
     ) -> None:
-        (self._config,) = content.config_records.values()
+        (self.config,) = content.config_records.values()
         self._arrays = content.array_records
-        self._task_head = str(self._config[TASK_HEAD])
-        self._problem_type = str(self._config[PROBLEM_TYPE])
+        self._task_head = str(self.config[TASK_HEAD])
+        self._problem_type = str(self.config[PROBLEM_TYPE])
         self._shelf = Shelf(folder, run, self._task_head)
-        self._node = node
-
-    @property
-    def asks_for_labels(self) -> bool:
-        """Whether the server does not know the names of the client's labels."""
-        return LABELS in self._config
 
     def answer(self, data: LabelledRows) -> RecordDict:
         """Return the answer."""
-        stage = self._config[STAGE]
+        stage = self.config[STAGE]
         if stage == COUNT:
             counts = {
                 name: self._labelled(_read(data, name))
@@ -169,95 +154,64 @@ class _Request:
             rows = _read(data, "training")
             by_class = collect_counts(data.build(), rows, self._problem_type)
             return RecordDict({COUNTS: to_arrays({"counts": by_class})})
-        if stage in (ALONE, REPORT) and not data.report:
+        if stage == REPORT and not data.report:
             return RecordDict({WITHHELD: ConfigRecord()})
         if not self._task_head:
-            model = _loaded(data.build(), from_arrays(self._arrays[MODEL]))
+            model = loaded(data.build(), from_arrays(self._arrays[MODEL]))
             losses = collect_losses(model, _read(data, "held_out"))
             return RecordDict({LOSSES: to_arrays(vars(losses))})
         bodies = self._bodies()
         if bodies is None:
             return RecordDict({LACKS: ConfigRecord()})
-        if stage in (ALONE, REPORT):
-            # Several clients may share a folder.
-            key = f"{self._node} {self._config[FIRST]}"
-            respond = self._alone if stage == ALONE else self._report
-            return respond(data, bodies[0], key)
+        return self._about(bodies, data)
+
+    def _about(self, bodies: Sequence[Tensors], data: LabelledRows) -> RecordDict:
+        """Return sums, losses of task heads, or the figures of a site."""
+        stage = self.config[STAGE]
+        kind = self._task_head, self._problem_type
+        records = sorted(self._arrays.items())
+        heads = [from_arrays(arrays) for name, arrays in records if TASK_HEADS in name]
+        if stage == REPORT:
+            layer = heads[0]["weight"], heads[0]["bias"]
+            last = with_task_head(bodies[-1], self._task_head, *layer)
+            bodies = [bodies[0], last]
         model = data.build()
         # One model receives the bodies one after the other.
-        models = (_loaded(model, body) for body in bodies)
+        models = (loaded(model, body) for body in bodies)
         if stage == SUM:
-            sums = collect_classes(
-                next(models),
-                _read(data, "training"),
-                self._task_head,
-                self._problem_type,
-            )
+            sums = collect_classes(next(models), _read(data, "training"), *kind)
             return RecordDict({SUMS: to_arrays(sums.packed())})
-        heads = [
-            TaskHeads(**from_arrays(self._arrays[f"{TASK_HEADS}-{place}"]))
-            for place in range(len(bodies))
-        ]
-        losses = compare_losses(
-            models,
-            [*_read(data, "held_out")],
-            self._task_head,
-            heads,
-            self._problem_type,
-        )
-        return RecordDict({LOSSES: to_arrays(vars(losses))})
-
-    def _alone(self, data: LabelledRows, body: Tensors, key: str) -> RecordDict:
-        """Note what a head answers that is fitted to the site's rows alone."""
         held_out = [*_read(data, "held_out")]
-        try:
-            record = record_alone(
-                _loaded(data.build(), body),
-                _read(data, "training"),
-                held_out if self._labelled(held_out) else [],
-                _read(data, data.reported),
-                (self._task_head, self._problem_type),
-            )
-        except FedrotError as error:
-            return RecordDict({WHY_NOT_ALONE: ConfigRecord({"reason": str(error)})})
-        self._shelf.note(key, record)
-        return RecordDict()
-
-    def _report(self, data: LabelledRows, body: Tensors, key: str) -> RecordDict:
-        """Return the figures of the site's heads."""
-        alone = self._shelf.noted(key)
-        head = from_arrays(self._arrays[f"{TASK_HEADS}-0"])
-        layer = head["weight"], head["bias"]
-        figures = alone and site_report(
-            _loaded(data.build(), with_task_head(body, self._task_head, *layer)),
-            head,
-            _read(data, "training"),
-            _read(data, data.reported),
-            alone,
-            (self._task_head, self._problem_type),
-        )
-        if not figures:
-            return RecordDict({LACKS_ALONE: ConfigRecord()})
-        site = ConfigRecord({"name": str(data.name), "chose": data.test is None})
-        return RecordDict({FIGURES: to_arrays(figures), SITE: site})
+        if stage == REPORT:
+            training = partial(_read, data, "training")
+            test = held_out if data.test is None else [*_read(data, "test")]
+            judges = held_out if self._labelled(held_out) else []
+            priors = heads[0]["priors"]
+            figures = site_figures(models, priors, training, judges, test, *kind)
+            site = ConfigRecord({"name": str(data.name), "chose": data.test is None})
+            return RecordDict({FIGURES: to_arrays(figures), SITE: site})
+        task_heads = [TaskHeads(**tensors) for tensors in heads]
+        losses = compare_losses(models, held_out, kind[0], task_heads, kind[1])
+        return RecordDict({LOSSES: to_arrays(vars(losses))})
 
     def _bodies(self) -> list[Tensors] | None:
         """Return the request's bodies, sent or kept; None if one is lacking."""
         between = self._keys(BETWEEN)
-        bodies = []
+        bodies = list[Tensors]()
         for place, key in enumerate(self._keys(BODIES)):
             sent = self._arrays.get(f"{MODEL}-{place}")
-            if sent is None:
-                bodies.append(self._shelf.read(key, between))
-            else:
-                bodies.append(self._shelf.keep(key, from_arrays(sent)))
+            if sent is not None:
+                self._shelf.keep(key, from_arrays(sent))
+            body = self._shelf.read(key, between) if sent is None else from_arrays(sent)
+            if body is None:
+                return None
+            bodies.append(body)
         self._shelf.drop_others(self._keys(KEEP))
-        held = [body for body in bodies if body is not None]
-        return held if len(held) == len(bodies) else None
+        return bodies
 
     def _keys(self, name: str) -> list[str]:
         # Flower sends an empty list as another type.
-        keys = self._config[name]
+        keys = self.config[name]
         return [str(key) for key in keys] if isinstance(keys, list) else []
 
     def _labelled(self, batches: Batches) -> int:
@@ -290,7 +244,7 @@ def _read(data: LabelledRows, name: str) -> Iterator[Tensors]:
         )
 
 
-def _loaded(model: nn.Module, tensors: Tensors) -> nn.Module:
+def loaded(model: nn.Module, tensors: Tensors) -> nn.Module:
     """Return the model with other tensors; an adapter keeps its ranks."""
     if hasattr(model, "peft_config"):
         load_as_sent(model, tensors)

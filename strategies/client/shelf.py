@@ -25,9 +25,6 @@ from fedrot.tensors import TensorDict, Tensors
 #: Bodies of other runs are deleted after so many seconds.
 _OLD = 24 * 3600
 
-#: Suffixes of files: of bodies, and of what a site notes for its report.
-_BODY, _NOTE = ".safetensors", ".note"
-
 
 class Shelf:
     """A client's folder of bodies.
@@ -63,44 +60,28 @@ class Shelf:
     def keep(self, key: str, tensors: Tensors) -> Tensors:
         """Write a body, unless it is there, and return it; a full disk is a warning."""
         path = self._path(key)
-        if not path.exists():
-            self._write(path, tensors)
-        return tensors
-
-    def _write(self, path: Path, tensors: Tensors) -> None:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Tied tensors share memory, which safetensors refuses.
-            copies = {name: value.clone() for name, value in tensors.items()}
-            with replacing(path) as temporary:
-                write_tensors(temporary, copies)
+            if not path.exists():
+                # Tied tensors share memory, which safetensors refuses.
+                copies = {name: value.clone() for name, value in tensors.items()}
+                with replacing(path) as temporary:
+                    write_tensors(temporary, copies)
         except OSError as error:
             log(
                 WARNING,
                 "The model is not kept for the next request and will be sent again: %s",
                 error,
             )
-
-    def note(self, key: str, tensors: Tensors) -> None:
-        """Write what is no body, until a later run deletes it."""
-        self._write(self._path(key, _NOTE), tensors)
-
-    def noted(self, key: str) -> TensorDict | None:
-        """Return what ``note`` wrote; None if there is nothing legible."""
-        try:
-            return load_file(self._path(key, _NOTE))
-        except (OSError, SafetensorError):
-            return None
+        return tensors
 
     def drop_others(self, keys: Iterable[str]) -> None:
         """Delete the run's other bodies, and old ones of other runs."""
         kept = {self._path(key) for key in keys}
-        for path in self._runs.glob("*/*"):
+        for path in self._runs.glob("*/*.safetensors"):
             with suppress(OSError):
-                if path.suffix not in (_BODY, _NOTE):
-                    continue
                 if path.parent == self._folder:
-                    drop = path.suffix == _BODY and path not in kept
+                    drop = path not in kept
                 else:
                     drop = path.stat().st_mtime < time.time() - _OLD
                 if drop:
@@ -117,6 +98,6 @@ class Shelf:
         path.unlink(missing_ok=True)
         return None
 
-    def _path(self, key: str, suffix: str = _BODY) -> Path:
+    def _path(self, key: str) -> Path:
         name = hashlib.sha256(key.encode()).hexdigest()
-        return self._folder / f"{name}{suffix}"
+        return self._folder / f"{name}.safetensors"

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fedrot.errors import FedrotError
-from fedrot.lora.peft_model import adapter_tensors, load_as_sent
+from fedrot.lora.peft_model import adapter_tensors
+from fedrot.strategies.client.answers import loaded
 from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.names import (
     adapter_task_head_of,
     task_head_names,
     task_head_of,
 )
-from fedrot.task_head.outputs import OUTPUT_KINDS, REGRESSION, problem_type_of
+from fedrot.task_head.outputs import OUTPUT_KINDS, REGRESSION, SEVERAL, problem_type_of
 from fedrot.task_head.site_head import STRENGTH, collect_counts, site_head
 from fedrot.tensors import Tensors
 
@@ -89,32 +90,28 @@ def site_model(
             "FedRot(fit_head=True), from fit_task_head(...).priors, or from "
             "fedrot.strategies.class_priors at the server."
         )
-    counts = collect_counts(copy, rows, problem_type)
-    if expected is not None:
-        counts = _counts_of(expected, problem_type)
-    layer = tensors[weight], tensors[bias]
-    changed = with_task_head(
-        tensors, name, *site_head(layer, shares, counts, problem_type)
-    )
-    if adapted:
-        load_as_sent(copy, changed)
+    if expected is None:
+        counts = collect_counts(copy, rows, problem_type)
     else:
-        copy.load_state_dict(changed)
+        counts = _EXPECTED * _shares_of(expected, problem_type)
+    layer = tensors[weight], tensors[bias]
+    new = site_head(layer, shares, counts, problem_type)
+    loaded(copy, with_task_head(tensors, name, *new))
     if problem_type != REGRESSION:
-        rows_of_all = counts[kind.centres].sum()
-        by_class = counts[-len(shares) :]
-        new = (by_class + STRENGTH * shares) / (rows_of_all + STRENGTH)
-        copy.config.fedrot = {"priors": new.tolist()}
+        by_class = counts[-len(shares) :] + STRENGTH * shares
+        of_site = by_class / (counts[kind.centres].sum() + STRENGTH)
+        copy.config.fedrot = {"priors": of_site.tolist()}
     return copy
 
 
-def _counts_of(expected: Sequence[float], problem_type: str) -> Tensor:
-    """Return counts of ``_EXPECTED`` rows with these shares."""
-    if problem_type == REGRESSION:
-        raise FedrotError("A regression has no classes; leave out 'expected'.")
+def _shares_of(expected: Sequence[float], problem_type: str) -> Tensor:
+    """Return the expected counts of one row."""
     shares = torch.as_tensor(expected).double()
-    by_class = OUTPUT_KINDS[problem_type].by_class
-    if by_class and abs(float(shares.sum()) - 1) > 0.01:
-        raise FedrotError(f"The expected shares {expected!r:.80} do not add up to 1.")
-    ones = shares.new_ones(0 if by_class else 1)
-    return _EXPECTED * torch.cat([ones, shares])
+    if problem_type == SEVERAL:
+        return nn.functional.pad(shares, (1, 0), value=1.0)
+    if problem_type == REGRESSION or abs(float(shares.sum()) - 1) > 0.01:
+        raise FedrotError(
+            f"The expected shares {expected!r:.80} do not add up to 1, or the model is "
+            "a regression, which has no classes: then leave out 'expected'."
+        )
+    return shares

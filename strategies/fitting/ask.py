@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import cache
 from logging import WARNING
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +17,7 @@ from flwr.app import (
 )
 from flwr.common import log
 from flwr.serverapp import Grid
+from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError, legible, refusal
 from fedrot.strategies.fitting.bodies import Body
@@ -107,15 +109,7 @@ class Clients:
             FedrotError: there is no usable answer; the message has the last reason.
         """
         request = self._content(stage, content or {}, {})
-        answers = self._ask(dict.fromkeys(nodes, request), read)
-        orders = {*self.names.values()} - {()}
-        if len(orders) > 1 and not wanted_names(self.described, self.names):
-            log(
-                WARNING,
-                "Clients' labels differ, and no order is that of most clients: %s",
-                legible(str(self.names)),
-            )
-        return answers
+        return self._ask(dict.fromkeys(nodes, request), read)
 
     def ask_about(
         self,
@@ -136,17 +130,15 @@ class Clients:
             KEEP: [body.key for body in (*bodies, *keep)],
             BETWEEN: [half.key for body in bodies for half in body.between],
         }
-        # Nodes that have kept the same bodies receive one and the same content.
-        contents: dict[frozenset[Body], RecordDict] = {}
 
+        # Nodes that have kept the same bodies receive one and the same content.
+        @cache
         def content_for(kept: frozenset[Body]) -> RecordDict:
-            if kept not in contents:
-                records = dict(content or {})
-                for place, body in enumerate(bodies):
-                    if body not in kept:
-                        records[f"{MODEL}-{place}"] = body.sent
-                contents[kept] = self._content(stage, records, settings)
-            return contents[kept]
+            records = dict(content or {})
+            for place, body in enumerate(bodies):
+                if body not in kept:
+                    records[f"{MODEL}-{place}"] = body.sent
+            return self._content(stage, records, settings)
 
         answers: dict[int, T] = {}
         lacking: list[int] = []
@@ -159,18 +151,17 @@ class Clients:
             for body in bodies:
                 body.kept_by.add(node)
 
-        requests = {}
-        for node in nodes:
-            kept = frozenset(body for body in bodies if body.has(node))
-            requests[node] = content_for(kept)
-        self._ask(requests, take)
+        kept = {node: frozenset(b for b in bodies if b.has(node)) for node in nodes}
+        # Without the nodes whose labels mean something else.
+        right = {*self._ask({node: content_for(kept[node]) for node in kept}, take)}
         if lacking:
             for body in bodies:
                 for lost in (body, *body.between):
                     lost.kept_by.difference_update(lacking)
             again = dict.fromkeys(lacking, content_for(frozenset()))
             with suppress(FedrotError):
-                self._ask(again, take)
+                right |= {*self._ask(again, take)}
+        answers = {node: answers[node] for node in answers if node in right}
         if not answers:
             raise FedrotError(
                 "No client gave a usable answer: all say that they lack the model."
@@ -193,12 +184,13 @@ class Clients:
         self, contents: Mapping[int, RecordDict], read: Callable[[int, RecordDict], T]
     ) -> dict[int, T]:
         requests = []
+        unnamed = contents.keys() - self.names.keys()
         for node in contents:
             if node in self.without:
                 continue
             content = RecordDict({**contents[node]})
             # Asked once, since a client has to build its model for the names.
-            if node not in self.names:
+            if node in unnamed:
                 asking = {**content.config_records["config"], LABELS: True}
                 content["config"] = ConfigRecord(asking)
             requests.append(
@@ -232,6 +224,12 @@ class Clients:
         for node in asked.silent:
             leave_out(node, "no answer before the timeout.")
         wanted = wanted_names(self.described, self.names)
+        if unnamed and not wanted and len({*self.names.values()} - {()}) > 1:
+            log(
+                WARNING,
+                "Clients' labels differ, and no order is that of most clients: %s",
+                legible(str(self.names)),
+            )
         for node in [*answers]:
             try:
                 check_names(self.names.get(node, ()), wanted)
@@ -241,6 +239,11 @@ class Clients:
         if not answers:
             raise FedrotError(f"No client gave a usable answer. {last_reason}")
         return answers
+
+
+def are_counts(numbers: Tensor) -> Tensor:
+    """Return which numbers can be numbers of rows; NaN is none."""
+    return (numbers >= 0) & (numbers <= LARGEST) & (numbers == numbers.floor())
 
 
 def read_rows(node: int, content: RecordDict) -> RowCounts:
@@ -271,8 +274,7 @@ def read_losses(node: int, content: RecordDict, heads: int) -> LossSums:
         )
     losses = LossSums(**from_arrays(record))
     answered = len(losses.counts) - 1
-    whole = losses.rows.is_integer() and losses.rows <= LARGEST
-    if answered != heads or not whole:
+    if answered != heads or not bool(are_counts(losses.counts).all()):
         raise UpdateError(
             f"The losses are of {answered} heads and {losses.rows:g} rows."
         )

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from flwr.app import ArrayRecord
 
+from fedrot.task_head.choice import Candidate
+from fedrot.task_head.names import task_head_names
 from fedrot.tensors import Tensors
 
 
@@ -21,6 +23,7 @@ class Body:
     Attributes:
         arrays: of the whole model.
         tensors: the same.
+        task_head: the name of its head.
         sent: the model in the precision of the wire.
         key: ``hash_of`` what is sent.
         between: the two bodies whose ``half_way`` this is, if they may have the same
@@ -30,6 +33,7 @@ class Body:
 
     arrays: ArrayRecord
     tensors: Tensors
+    task_head: str
     sent: ArrayRecord
     key: str
     between: tuple[Body, ...] = ()
@@ -39,3 +43,11 @@ class Body:
         """Return whether the server knows that a node has the body, or its halves."""
         halves = [node in half.kept_by for half in self.between]
         return node in self.kept_by or (bool(halves) and all(halves))
+
+    def unfitted(self, share: float) -> Candidate[Body]:
+        """Return the body with its own head; see ``Candidate`` for the share."""
+        name, bias = task_head_names(self.task_head)
+        weight = self.tensors[name]
+        # A layer without a bias is one with a bias of 0.
+        zero = weight.new_zeros(len(weight))
+        return Candidate(self, weight, self.tensors.get(bias, zero), share)

@@ -10,7 +10,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.strategies.fitting.ask import LARGEST, Clients
+from fedrot.strategies.fitting.ask import Clients, are_counts
 from fedrot.strategies.wire.arrays import array_record, from_arrays
 from fedrot.strategies.wire.fitting_messages import COUNT_CLASSES, COUNTS
 from fedrot.task_head.outputs import (
@@ -58,8 +58,8 @@ def class_priors(
     Raises:
         FedrotError: no client gives a usable answer, or none has labelled rows.
     """
-    problem_type = problem_type_of(model_config)
-    clients = Clients(grid, problem_type=problem_type, config=config, timeout=timeout)
+    kind = problem_type_of(model_config)
+    clients = Clients(grid, problem_type=kind, config=config, timeout=timeout)
     return priors_of(clients, outputs_of(model_config))
 
 
@@ -69,27 +69,27 @@ def priors_of(clients: Clients, outputs: int) -> list[float]:
     if clients.problem_type == REGRESSION:
         return []
     read = partial(_counts, kind=kind, outputs=outputs)
-    nodes = [*clients.grid.get_node_ids()]
-    answers = clients.ask(nodes, COUNT_CLASSES, read)
+    answers = clients.ask([*clients.grid.get_node_ids()], COUNT_CLASSES, read)
     # Sums of floats depend on their order.
-    counts = [answers[node] for node in sorted(answers) if answers[node].any()]
-    if not counts:
+    counts = torch.stack([of_node for _, of_node in sorted(answers.items())])
+    counts = counts[counts.any(1)]
+    if not len(counts):
         raise FedrotError("No client has training rows with 'labels'.")
-    rows = [float(by_class[kind.centres].sum()) for by_class in counts]
-    weights = [most / n for most, n in zip(capped(rows), rows, strict=True)]
-    total = torch.tensor(weights).double() @ torch.stack(counts)
-    return kind.priors(total).tolist()
+    rows = counts[:, kind.centres].sum(1)
+    weights = torch.tensor(capped(rows.tolist())).double() / rows
+    return kind.priors(weights @ counts).tolist()
 
 
 def _counts(node: int, content: RecordDict, kind: OutputKind, outputs: int) -> Tensor:
     """Return a client's numbers of rows by class, or with each label."""
     size = outputs if kind.by_class else 1 + outputs
     counts = from_arrays(array_record(content, COUNTS))["counts"]
-    if tuple(counts.shape) != (size,) or counts.dtype != torch.float64:
-        raise UpdateError(f"The counts are {counts.dtype} {[*counts.shape]}.")
-    whole = (counts >= 0) & (counts <= LARGEST) & (counts == counts.floor())
+    fits = counts.shape == (size,) and counts.dtype == torch.float64
     # No label has more rows than there are.
-    inside = counts <= counts[kind.centres].sum()
-    if not bool((whole & inside).all()):
-        raise UpdateError(f"The counts are {counts.tolist()!r:.100}.")
+    possible = are_counts(counts) & (counts <= counts[kind.centres].sum())
+    if not fits or not bool(possible.all()):
+        raise UpdateError(
+            f"The counts are {counts.dtype} {counts.tolist()!r:.100}, not {size} "
+            "numbers of rows in float64."
+        )
     return counts

@@ -83,7 +83,7 @@ class Exchange:
         """
         if not self._training:
             raise UpdateError("No client has training rows with 'labels'.")
-        old = self._unfitted(self._old, 0.0)
+        old = self._old.unfitted(0.0)
         sums = {
             share: self._sums(body, bodies.values()) for share, body in bodies.items()
         }
@@ -123,7 +123,7 @@ class Exchange:
         fitted: ByShare = {}
         reason = ""
         for share, body in bodies.items():
-            like = self._unfitted(body, share)
+            like = body.unfitted(share)
             try:
                 fitted[share] = self._fitted(like, total_without((), sums[share]))
             except FedrotError as error:
@@ -186,7 +186,7 @@ class Exchange:
     def _sums(self, body: Body, bodies: Iterable[Body]) -> Groups:
         """Return the sums of features that clients compute with a body."""
         clients = self._clients
-        outputs, inputs = self._unfitted(body, 0.0).weight.shape
+        outputs, inputs = body.unfitted(0.0).weight.shape
         largest = None
         if clients.described is not None:
             largest = largest_inputs(clients.described, body.tensors, clients.task_head)
@@ -306,11 +306,3 @@ class Exchange:
         )
         asked = [*chain.from_iterable(by_body.values())]
         return Votes([*in_order(answers).values()], asked)
-
-    def _unfitted(self, body: Body, share: float) -> Candidate[Body]:
-        """Return a body with its own head."""
-        name, bias = task_head_names(self._clients.task_head)
-        weight = body.tensors[name]
-        # A layer without a bias is one with a bias of 0.
-        zero = weight.new_zeros(len(weight))
-        return Candidate(body, weight, body.tensors.get(bias, zero), share)

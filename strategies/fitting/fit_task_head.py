@@ -78,7 +78,7 @@ def fit_task_head(
             client gives a usable answer, with the last reason.
     """
     fitting = TaskHeadFitting(model_config, task_head, wire, trusted)
-    clients = fitting.clients(grid, config or ConfigRecord(), timeout, arrays)
+    clients = fitting.clients(grid, config, timeout, arrays)
     clients.without = frozenset(map(int, without))
     result = fitting.fit(clients, arrays)
     result.log("Task head")
@@ -108,7 +108,11 @@ class TaskHeadFitting:
     names: dict[int, Names] = field(default_factory=dict)
 
     def clients(
-        self, grid: Grid, config: ConfigRecord, timeout: float, arrays: ArrayRecord
+        self,
+        grid: Grid,
+        config: ConfigRecord | None,
+        timeout: float,
+        arrays: ArrayRecord,
     ) -> Clients:
         """Return the clients, to be asked about models like the given one.
 
@@ -129,15 +133,18 @@ class TaskHeadFitting:
                 f"The model has no layer '{task_head}'; see "
                 "fedrot.task_head.task_head_of."
             )
-        clients = Clients(grid, task_head, config=config, timeout=timeout)
-        clients.trusted = self.trusted
-        clients.names = self.names
-        if is_adapter:
-            clients.problem_type = usual_problem_type(len(weight))
-        else:
-            clients.problem_type = problem_type_of(self.described)
-            clients.described = self.described
-        return clients
+        described = None if is_adapter else self.described
+        usual = usual_problem_type(len(weight)) if is_adapter else None
+        return Clients(
+            grid,
+            task_head,
+            problem_type_of({} if is_adapter else described, usual),
+            config,
+            timeout,
+            described,
+            self.trusted,
+            names=self.names,
+        )
 
     def fit(
         self,
@@ -179,6 +186,5 @@ class TaskHeadFitting:
         tensors = from_arrays(arrays)
         sent = arrays if self.wire is None else to_arrays(tensors, self.wire)
         key = hash_of(from_arrays(sent), task_head)
-        return Body(
-            arrays, tensors, sent, key, kept_by=self.kept_by.setdefault(key, set())
-        )
+        kept_by = self.kept_by.setdefault(key, set())
+        return Body(arrays, tensors, task_head, sent, key, kept_by=kept_by)

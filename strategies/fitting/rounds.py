@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from logging import INFO, WARNING
 from typing import Any
 
@@ -20,10 +19,9 @@ from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.fitting.ask import Clients
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
 from fedrot.strategies.fitting.result import FittedTaskHead
-from fedrot.strategies.fitting.sites import ask_alone, reported
-from fedrot.strategies.reporting.rows import report_metrics
+from fedrot.strategies.fitting.sites import Sites, reported
+from fedrot.strategies.reporting.rows import SITE_ROW, SITES, report_metrics
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.wire.fitting_messages import PRIORS
 from fedrot.strategies.wire.label_names import Names, check_names, wanted_names
 
 
@@ -60,14 +58,11 @@ class FitsTaskHead(ReplyStrategy):
         super().__init__(*args, **kwargs)
         # Checkpoints hold every tensor, also one of before the first round.
         self._priors: Tensor | None = None
-        self._fitting: TaskHeadFitting | None = None
-        if fit_head:
-            self.needs_model = True
-            name = fit_head if isinstance(fit_head, str) else None
-            # An adapter has no configuration of its model.
-            self._fitting = TaskHeadFitting(
-                getattr(self, "model_config", None), name, self.server.wire, trusted
-            )
+        self.needs_model = self.needs_model or bool(fit_head)
+        name = fit_head if isinstance(fit_head, str) else None
+        # An adapter has no configuration of its model.
+        described = getattr(self, "model_config", None)
+        self._fitting = TaskHeadFitting(described, name, self.server.wire, trusted)
 
     @property
     def priors(self) -> list[float]:
@@ -84,7 +79,7 @@ class FitsTaskHead(ReplyStrategy):
 
     def check_labels(self, node: int, names: Names) -> None:
         """Use also the names that nodes have said for a fit."""
-        by_node = {} if self._fitting is None else self._fitting.names
+        by_node = self._fitting.names
         wanted = wanted_names(self.model_config, by_node)
         check_names(names or by_node.get(node, ()), wanted)
 
@@ -102,7 +97,7 @@ class FitsTaskHead(ReplyStrategy):
         self, grid: Grid, arrays: ArrayRecord, config: ConfigRecord
     ) -> ArrayRecord:
         """Return the first model of a run, with a fitted head."""
-        if self._fitting is None:
+        if not self.fit_head:
             return arrays
         config = ConfigRecord({**config, "server-round": 0})
         clients = self._fitting.clients(grid, config, self._timeout, arrays)
@@ -112,18 +107,7 @@ class FitsTaskHead(ReplyStrategy):
         result = self._fitting.fit(clients, arrays)
         result.log("Before round 1")
         self._remember(result)
-        if self.reports_sites:
-            try:
-                first = self._fitting.body(arrays, clients.task_head)
-                ask_alone(clients, first, [*grid.get_node_ids()])
-            except Exception as error:
-                log(WARNING, "Sites have no heads alone yet: %s", refusal(error))
         return result.arrays
-
-    @property
-    def tells(self) -> Mapping[str, Any]:
-        """The shares of classes in the model's bias, if they are known."""
-        return {PRIORS: self.priors} if self.priors else {}
 
     def _remember(self, result: FittedTaskHead) -> None:
         # The old model has its old shares; a head that is trained on from a fitted one
@@ -133,10 +117,10 @@ class FitsTaskHead(ReplyStrategy):
 
     def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
         """Return the best model that a round offers, or the one before."""
-        if self._fitting is None:
+        if not self.fit_head:
             return arrays
         try:
-            clients = self._asked(self._fitting, arrays)
+            clients = self._asked(arrays)
             result = self._fitting.fit(clients, arrays, self._broadcast, self.half_way)
         except FedrotError as error:
             result = FittedTaskHead(arrays, reason=str(error))
@@ -150,34 +134,31 @@ class FitsTaskHead(ReplyStrategy):
 
     def ended(self, result: Result, first: ArrayRecord) -> None:
         """Let the sites report, see ``report_sites``; a failure is a warning."""
+        if not (self.fit_head and self.reports_sites):
+            return
+        arrays = result.arrays
         try:
-            if self._fitting is not None and self.reports_sites:
-                self._report(self._fitting, result, first)
+            clients = self._asked(arrays)
+            sites = reported(self._fitting, clients, arrays, first, self.priors)
+            self._report(sites, result.train_metrics_clientapp)
         except Exception as error:
             log(WARNING, "The sites have not reported: %s", refusal(error))
 
-    def _report(
-        self, fitting: TaskHeadFitting, result: Result, first: ArrayRecord
-    ) -> None:
-        clients = self._asked(fitting, result.arrays)
-        sites = reported(fitting, clients, result.arrays, first, self.priors)
+    def _report(self, sites: Sites, noted: dict[int, MetricRecord]) -> None:
         sites.log()
-        last = max(result.train_metrics_clientapp, default=0)
+        last = max(noted, default=0)
         metrics = sites.metrics()
-        noted = result.train_metrics_clientapp.setdefault(last, MetricRecord())
-        noted.update({f"fedrot-{name}": value for name, value in metrics.items()})
+        ours = {f"fedrot-{name}": value for name, value in metrics.items()}
+        noted.setdefault(last, MetricRecord()).update(ours)
         if self.reporting.rows_path is not None:
-            # As in other rows.
-            ids = self._clients
-            rows = [
-                {"round": last, "stage": "site", **row, "client": ids.get(node, node)}
-                for row in sites.rows
-                for node in [row["client"]]
-            ]
+            rows = [{"round": last, "stage": SITE_ROW, **row} for row in sites.rows]
+            for row in rows:
+                # As in other rows.
+                row["client"] = self._clients.get(row["client"], row["client"])
             append_rows(self.reporting.rows_path, rows)
-        report_metrics(self.reporting, last, "sites", metrics)
+        report_metrics(self.reporting, last, SITES, metrics)
 
-    def _asked(self, fitting: TaskHeadFitting, arrays: ArrayRecord) -> Clients:
+    def _asked(self, arrays: ArrayRecord) -> Clients:
         """Return the clients, to be asked after a round."""
         assert self._grid is not None  # from start
-        return fitting.clients(self._grid, self._config, self._timeout, arrays)
+        return self._fitting.clients(self._grid, self._config, self._timeout, arrays)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from logging import INFO, WARNING
+from logging import INFO
 from statistics import fmean
 from typing import Any
 
@@ -15,9 +14,8 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
 
-from fedrot.errors import FedrotError, UpdateError, legible
-from fedrot.strategies.fitting.ask import LARGEST, Clients
-from fedrot.strategies.fitting.bodies import Body
+from fedrot.errors import UpdateError, legible
+from fedrot.strategies.fitting.ask import Clients, are_counts
 from fedrot.strategies.fitting.class_priors import priors_of
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
 from fedrot.strategies.wire.arrays import (
@@ -28,18 +26,13 @@ from fedrot.strategies.wire.arrays import (
     to_arrays,
 )
 from fedrot.strategies.wire.fitting_messages import (
-    ALONE,
     FIGURES,
-    FIRST,
-    LACKS_ALONE,
     REPORT,
     SITE,
     TASK_HEADS,
-    WHY_NOT_ALONE,
     WITHHELD,
 )
-from fedrot.symmetry.resolve import settings_of
-from fedrot.task_head.names import task_head_names
+from fedrot.strategies.wire.label_names import wanted_names
 from fedrot.task_head.outputs import OUTPUT_KINDS, REGRESSION
 
 #: Whose figures a site reports: of the head that it fits alone, of the head of all, and
@@ -107,29 +100,24 @@ class Sites:
 
     def log(self) -> None:
         """Log a line for each of the first sites, and how many gain."""
-        name = self.measure
         for row in self.rows[:MOST_LINES]:
-            figures = ", ".join(f"{head} {row[head][name]:.4g}" for head in HEADS)
-            on = "rows that also chose" if row["chose"] else "rows"
-            log(INFO, f"%s: {name} {figures} on %d {on}", _who(row), row["rows"])
+            log(INFO, "%s", self._line(row))
         log(INFO, "%d sites withhold their figures.", self.withheld)
         if self.rows:
-            worst = self.worst
             log(
                 INFO,
-                "%d of %d sites are better with their own head than alone (beyond "
-                "noise %d); the worst site, %s, has %.4g (alone %.4g)",
-                sum(row["gain"][0] > 0 for row in self.rows),
-                len(self.rows),
+                "%d of %d sites are better with their own head than alone, beyond "
+                "noise. The worst is %s",
                 self.metrics()["sites-better"],
-                _who(worst),
-                worst["own"][name],
-                worst["alone"][name],
+                len(self.rows),
+                self._line(self.worst),
             )
 
-
-def _who(row: Row) -> str:
-    return row["site"] or f"client {row['client']}"
+    def _line(self, row: Row) -> str:
+        values = ", ".join(f"{head} {row[head][self.measure]:.4g}" for head in HEADS)
+        who = row["site"] or f"client {row['client']}"
+        chose = " that also chose" if row["chose"] else ""
+        return f"{who}: {self.measure} {values} on {row['rows']} rows{chose}"
 
 
 def report_sites(
@@ -154,13 +142,14 @@ def report_sites(
     nobody's model, and a client may lie about itself. Sites without rows, and those
     that fail, are named in warnings and left out.
 
+    A client receives both models, unless it has kept them.
+
     Args:
         grid: of the server app. Clients need ``answer_with_sums`` on their
             ``ClientApp``.
         arrays: the model of any strategy, or an adapter, as for ``fit_task_head``.
         model_config: as for ``fit_task_head``.
-        first: the model before all training; None if nobody trained. A client that has
-            fitted a head to it in this run does not receive it.
+        first: the model before all training; None if nobody trained.
         priors: shares of classes in the model's bias; without any the clients are asked
             (``class_priors``).
         task_head: as for ``fit_task_head``, like the other arguments.
@@ -171,7 +160,7 @@ def report_sites(
         FedrotError: the model has no such layer, or no client gives a usable answer.
     """
     fitting = TaskHeadFitting(model_config, task_head, wire, trusted=False)
-    clients = fitting.clients(grid, config or ConfigRecord(), timeout, arrays)
+    clients = fitting.clients(grid, config, timeout, arrays)
     return reported(fitting, clients, arrays, first or arrays, priors)
 
 
@@ -183,129 +172,71 @@ def reported(
     priors: Sequence[float],
 ) -> Sites:
     """Return ``report_sites``, with the bodies that clients have kept."""
-    body = fitting.body(arrays, clients.task_head)
-    before = fitting.body(first, clients.task_head)
-    weight, bias = map(body.tensors.get, task_head_names(clients.task_head))
-    assert weight is not None  # from TaskHeadFitting.clients
-    labels = _labels(clients, len(weight))
-    priors = priors or priors_of(clients, len(weight))
-    head = {
-        "weight": weight,
-        "bias": weight.new_zeros(len(weight)) if bias is None else bias,
-        "priors": torch.tensor(priors).double(),
-    }
-
-    def ask(nodes: Collection[int]) -> dict[int, Row | str]:
-        return _of_first(clients, before).ask_about(
-            [body],
-            nodes,
-            REPORT,
-            partial(_read, labels=labels),
-            {f"{TASK_HEADS}-0": to_arrays(head)},
-        )
-
-    answers = ask([*clients.grid.get_node_ids()])
-    lacking = [node for node, answer in answers.items() if answer == LACKS_ALONE]
-    reasons = dict[int, str]()
-    with suppress(FedrotError):
-        if lacking:
-            reasons = ask_alone(clients, before, lacking, keep=[body])
-            answers |= ask([node for node, reason in reasons.items() if not reason])
-    rows, taken = list[Row](), set[str]()
-    for node, answer in sorted(answers.items()):
-        if answer == LACKS_ALONE:
-            # One that has a head alone has noted other rows.
-            reason = reasons.get(node) or "test rows must be the same in every call."
-            log(WARNING, "Client %d is left out of the report: %s", node, reason)
-        elif isinstance(answer, dict):
-            name = _new(answer["site"], taken)
-            taken.add(name)
-            rows.append({"client": node, **answer, "site": name})
-    measure = NAMES[1 if labels else 0]
-    return Sites(measure, rows, [*answers.values()].count(WITHHELD))
-
-
-def ask_alone(
-    clients: Clients, first: Body, nodes: Collection[int], keep: Sequence[Body] = ()
-) -> dict[int, str]:
-    """Let clients fit heads alone; return by node why they have none, or an empty text.
-
-    Args:
-        first: of the first model.
-        keep: bodies that clients shall keep beside it.
-    """
-    return _of_first(clients, first).ask_about(
-        [first], nodes, ALONE, _why_not, keep=keep
+    before, after = (fitting.body(of, clients.task_head) for of in (first, arrays))
+    head = after.unfitted(1.0)
+    outputs = len(head.bias)
+    shares = torch.tensor(priors or priors_of(clients, outputs)).double()
+    sent = {"weight": head.weight, "bias": head.bias, "priors": shares}
+    labels = 0 if clients.problem_type == REGRESSION else outputs
+    answers = clients.ask_about(
+        # A model that nobody has trained is the first one.
+        [before, after] if before.key != after.key else [after],
+        [*clients.grid.get_node_ids()],
+        REPORT,
+        partial(_read, labels=labels),
+        {f"{TASK_HEADS}-0": to_arrays(sent)},
     )
+    known = wanted_names(clients.described, clients.names)
+    names = [*map(legible, known or map(str, range(labels)))]
+    rows = [row for _, row in sorted(answers.items()) if row is not None]
+    taken = set[str | None]()
+    for row in rows:
+        name, number = row["site"], 1
+        while row["site"] in taken:
+            number += 1
+            row["site"] = f"{name} ({number})"
+        # Sites without a name have the same one.
+        taken.add(row["site"] or None)
+        row["classes"] = dict(zip(names, row["classes"], strict=False))
+    return Sites(NAMES[labels > 0], rows, len(answers) - len(rows))
 
 
-def _of_first(clients: Clients, first: Body) -> Clients:
-    """Return clients whose requests name the body of the head alone."""
-    config = ConfigRecord({**(clients.config or {}), FIRST: first.key})
-    return replace(clients, config=config)
-
-
-def _why_not(node: int, content: RecordDict) -> str:
-    reasons = records_of_type(content, ConfigRecord).get(WHY_NOT_ALONE, {})
-    return legible(str(reasons.get("reason", "")))
-
-
-def _labels(clients: Clients, outputs: int) -> list[str]:
-    """Return the names of the classes; numbers if the server has none."""
-    if clients.problem_type == REGRESSION:
-        return []
-    names = settings_of(clients.described or {}).get("id2label") or {}
-    named = {int(place): str(name) for place, name in names.items()}
-    return [named.get(place, str(place)) for place in range(outputs)]
-
-
-def _read(node: int, content: RecordDict, labels: Sequence[str]) -> Row | str:
-    """Return a site's row; ``WITHHELD`` or ``LACKS_ALONE`` if there is none.
+def _read(node: int, content: RecordDict, labels: int) -> Row | None:
+    """Return a site's row, its classes without names; None if it is withheld.
 
     Raises:
         UpdateError: figures are not in their range.
     """
     configs = records_of_type(content, ConfigRecord)
-    for mark in {WITHHELD, LACKS_ALONE} & configs.keys():
-        return mark
+    if WITHHELD in configs:
+        return None
     sent = from_arrays(array_record(content, FIGURES))
-    names = NAMES if labels else NAMES[:1]
-    expected = {"heads": (3, len(names)), "noise": (2,), "rows": (2, 1 + len(labels))}
+    expected = {"heads": (3, 3), "gain": (3,), "rows": (2, 1 + labels)}
     if shapes_of(sent) != expected:
         raise UpdateError(f"The figures are {shapes_of(sent)}, not {expected}.")
-    heads, noise, rows = (sent[name].double() for name in expected)
-    largest = OUTPUT_KINDS[REGRESSION].largest_loss
-    most = torch.tensor([largest, 1, 1])[: len(names)]
+    heads, gain, rows = (sent[name].double() for name in expected)
+    largest = 1.0 if labels else OUTPUT_KINDS[REGRESSION].largest_loss
     fits = [
-        (heads >= 0) & (heads <= most),
-        (noise.abs() <= most[:2][-1]) & (noise[0] <= noise[1]),
-        (rows >= 0) & (rows <= rows[:, :1]) & (rows <= LARGEST),
-        (rows == rows.floor()) & (rows[1, 0] > 0),
+        are_counts(rows) & (rows <= rows[:, :1]) & (rows[1, 0] > 0),
+        (heads >= 0) & heads.isfinite(),
+        heads[:, labels > 0 :] <= largest,
+        (gain.abs() <= largest) & (gain[1] <= gain[2]),
     ]
     # Comparisons with NaN are false.
-    if not all(bool(fit.all()) for fit in fits):
+    if not all(map(torch.all, fits)):
         values = {name: tensor.tolist() for name, tensor in sent.items()}
         raise UpdateError(f"Figures of the report are out of range: {values}.")
-    # Of a regression a lower value is better.
-    compared = heads[:, :2][:, -1] * (1 if labels else -1)
+    names = NAMES if labels else NAMES[:1]
+    of_heads = [dict(zip(names, values, strict=False)) for values in heads.tolist()]
     (training, reported_on), *by_class = rows.long().mT.tolist()
-    of_heads = [dict(zip(names, values, strict=True)) for values in heads.tolist()]
     site = configs[SITE]
     return {
+        "client": node,
         "site": legible(str(site["name"]))[:LONGEST_NAME].strip(),
         "rows": reported_on,
         "training": training,
         "chose": bool(site["chose"]),
-        "classes": dict(zip(labels, by_class, strict=True)),
+        "classes": by_class,
         **dict(zip(HEADS, of_heads, strict=True)),
-        "gain": [float(compared[2] - compared[0]), *noise.tolist()],
+        "gain": gain.tolist(),
     }
-
-
-def _new(name: str, taken: Collection[str]) -> str:
-    """Return a name that is not taken: a second "A" becomes "A (2)"."""
-    number, new = 1, name
-    while name and new in taken:
-        number += 1
-        new = f"{name} ({number})"
-    return new

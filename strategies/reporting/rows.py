@@ -22,6 +22,8 @@ from fedrot.strategies.wire.flower_compat import Evaluate
 TRAIN = "train"
 EVALUATE = "evaluate"
 SERVER = "server"
+#: Stages after the last round: a row of each site, and metrics over sites.
+SITE_ROW, SITES = "site", "sites"
 
 
 def report_metrics(
@@ -60,7 +62,7 @@ def reporting_evaluations(reporting: Reporting, evaluate: Evaluate) -> Evaluate:
 def scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield names and numbers; a list has one for each entry, and null is NaN."""
     for name, value in metrics.items():
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, list | tuple):
             yield from scalars({f"{name}/{i}": entry for i, entry in enumerate(value)})
         else:
             yield name, math.nan if value is None else float(value)
@@ -69,9 +71,9 @@ def scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def begin_rows(path: Path, after_round: int | None) -> None:
     """Prepare the file of a run's rows.
 
-    In a resumed run, rows of rounds after ``after_round`` are removed; all rows if it
-    is 0. In a new run (None), the file of an earlier run is renamed to
-    ``NAME.1.jsonl``, or to the next free number.
+    In a resumed run, rows of rounds after ``after_round`` are removed, and those of
+    sites, which report again at its end; all rows if it is 0. In a new run (None), the
+    file of an earlier run is renamed to ``NAME.1.jsonl``, or to the next free number.
     """
     if not path.is_file():
         return
@@ -85,7 +87,7 @@ def begin_rows(path: Path, after_round: int | None) -> None:
 
 
 def cut_rows(path: Path, after_round: int) -> None:
-    """Remove rows of rounds after ``after_round``, and unfinished rows."""
+    """Remove rows of rounds after ``after_round`` and of sites, and unfinished rows."""
     with (
         path.open(encoding="utf-8") as file,
         replacing(path) as temporary,
@@ -98,6 +100,9 @@ def cut_rows(path: Path, after_round: int) -> None:
 
 def _round_of(line: str) -> float:
     try:
-        return json.loads(line).get("round", 0)
+        row = json.loads(line)
     except ValueError:
         return math.inf
+    if row.get("stage") in (SITE_ROW, SITES):
+        return math.inf
+    return row.get("round", 0)

@@ -210,7 +210,7 @@ class Comparison:
     def _value(self, number: int, metrics: MetricRecord | None) -> float:
         metrics = metrics or MetricRecord()
         value = metrics.get(self.guard.metric)
-        if not isinstance(value, (int, float)):
+        if not isinstance(value, int | float):
             what = "has no" if value is None else "returns a list for"
             raise FedrotError(
                 f"The evaluation of round {number} {what} metric "

@@ -261,7 +261,7 @@ class Inbox:
         (metrics,) = records_of_type(content, MetricRecord).values()
         for name, most in self.figures.items():
             value = metrics.get(name)
-            if not isinstance(value, (int, float)) or not 0 <= value <= most:
+            if not isinstance(value, int | float) or not 0 <= value <= most:
                 raise UpdateError(
                     f"The metric '{name}' is {value!r:.60}; the strategy needs a "
                     f"number from 0 to {most:g}."

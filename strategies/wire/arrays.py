@@ -403,5 +403,5 @@ _LARGEST_CONFIGURATIONS = 2**16
 def _size(name: str, record: ConfigRecord) -> int:
     """Return the approximate size of a configuration in bytes."""
     values = (value for _, value in singly(record))
-    numbers = sum(len(v) if isinstance(v, (str, bytes)) else 8 for v in values)
+    numbers = sum(len(v) if isinstance(v, str | bytes) else 8 for v in values)
     return len(name) + numbers + sum(map(len, record))

@@ -1,9 +1,8 @@
 """Messages about task heads: names of records and keys, and hashes of bodies.
 
-A request has one of six stages: a client counts its rows, sums the features of its
+A request has one of five stages: a client counts its rows, sums the features of its
 training rows by class, evaluates task heads on its held-out rows, counts its training
-rows by class, fits a task head to its own sums alone, or reports the figures of its
-site.
+rows by class, or reports the figures of its site.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ ROWS, SUMS = "fedrot-rows", "fedrot-class-sums"
 LOSSES, LACKS = "fedrot-losses", "fedrot-lacks"
 
 #: Records of an answer of a site: counts of its rows by class; that it reports nothing;
-#: that it lacks the head alone, or why it has none; and its figures and name.
+#: and its figures and name.
 COUNTS, WITHHELD = "fedrot-counts", "fedrot-withheld"
-LACKS_ALONE, WHY_NOT_ALONE = "fedrot-lacks-alone", "fedrot-why-not-alone"
 FIGURES, SITE = "fedrot-figures", "fedrot-site"
 
 #: Keys of a request's configuration: the stage, the name of the task head (empty
@@ -40,13 +38,12 @@ PROBLEM_TYPE = "fedrot-problem-type"
 #: of those that a body is half way between.
 BODIES, KEEP, BETWEEN = "fedrot-bodies", "fedrot-keep", "fedrot-between"
 
-#: Further keys: shares of classes in the bias of the model, and the hash of the body of
-#: the head alone.
-PRIORS, FIRST = "fedrot-priors", "fedrot-first"
+#: A further key: shares of classes in the bias of the model.
+PRIORS = "fedrot-priors"
 
 #: The stages.
 COUNT, SUM, EVALUATE = "count", "sum", "evaluate"
-COUNT_CLASSES, ALONE, REPORT = "count-classes", "alone", "report"
+COUNT_CLASSES, REPORT = "count-classes", "report"
 
 
 def hash_of(tensors: Tensors, task_head: str) -> str:

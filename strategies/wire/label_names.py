@@ -65,8 +65,8 @@ def read_names(content: RecordDict) -> Names:
     Raises:
         UpdateError: these are no texts, or too many or too long ones.
     """
-    record = records_of_type(content, ConfigRecord).get(LABELS, ConfigRecord())
-    names: Any = record.get(NAMES, [])
+    records: Any = records_of_type(content, ConfigRecord)
+    names = records.get(LABELS, {}).get(NAMES, [])
     if {*map(type, names)} - {str} or len(str(names)) > _LARGEST:
         raise UpdateError(
             f"'{LABELS}' is no list of names, of up to {_LARGEST} characters in all."
@@ -81,9 +81,8 @@ def wanted_names(config: object, names: Mapping[int, Names]) -> Names:
         config: the model's; None for an adapter.
         names: by node.
     """
-    votes = Counter(names.values())
-    agreed = (order for order, count in votes.items() if 2 * count > len(names))
-    return label_names(config) or next(agreed, ())
+    ((most, count),) = Counter(names.values()).most_common(1) or [((), 0)]
+    return label_names(config) or (most if 2 * count > len(names) else ())
 
 
 def check_names(names: Names, wanted: Names) -> None:

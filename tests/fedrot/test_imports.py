@@ -48,8 +48,8 @@ ROOMS = {
         ("alignment", "lora"),
     ),
     "strategies": (
-        ("wire",),
-        ("arguments",),
+        ("wire", "stored_model"),
+        ("arguments", "pooled_classifier"),
         ("resume",),
         ("settings",),
         ("reporting",),

@@ -103,16 +103,16 @@ def test_values_where_counts_or_priors_are_zero(problem, priors, counts, expecte
 @pytest.mark.parametrize(
     ("problem", "priors", "counts", "strength", "said"),
     [
-        (SINGLE, [0.5, 0.5], [1, 2, 3], 1, "3 counts"),
+        (SINGLE, [0.5, 0.5], [1, 2, 3], 1, r"counts \[1.0, 2.0, 3.0\]"),
         (SINGLE, [0.5, 1.5], [1, 2], 1, "1.5"),
         (SINGLE, [0.0, 0.0], [1, 2], 1, "0.0"),
         (SINGLE, [0.5, float("nan")], [1, 2], 1, "nan"),
         (SINGLE, [0.5, 0.5], [1, -2], 1, "-2"),
         (SINGLE, [0.5, 0.5], [1, float("inf")], 1, "inf"),
         (SINGLE, [0.5, 0.5], [1, 2], 0, "strength"),
-        (SINGLE, [[0.5, 0.5]], [1, 2], 1, r"\[1, 2\]"),
-        (SEVERAL, [0.5, 0.5], [1, 2], 1, "2 counts"),
-        (SEVERAL, [0.5], [1, 2], 1, "more rows"),
+        (SINGLE, [[0.5, 0.5]], [1, 2], 1, r"\[\[0.5, 0.5\]\]"),
+        (SEVERAL, [0.5, 0.5], [1, 2], 1, r"counts \[1.0, 2.0\]"),
+        (SEVERAL, [0.5], [1, 2], 1, r"counts \[1.0, 2.0\]"),
         ("ordinal", [0.5], [1, 2], 1, "ordinal"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -10,7 +9,8 @@ from transformers import AutoModelForSequenceClassification
 import fedrot
 from fedrot.lora import adapter_tensors
 from fedrot.strategies import site_model
-from tests.strategies.fitting.site_cases import CASES, labels_of, own_shift, sites_of
+from fedrot.task_head import collect_counts, site_shift
+from tests.strategies.fitting.site_cases import CASES, by_class, sites_of
 
 PRIORS = [0.5, 0.3, 0.2]
 NAMES = ["single", "multi", "regression", "tokens", "adapter"]
@@ -22,18 +22,16 @@ def test_logits_move_by_the_shares_of_the_site(name):
     (site,) = sites_of(kind, 1)
     model = kind.build()
     before = kind.logits(model, site.test)
-    own = site_model(model, [site.training], PRIORS)
-    at_site = kind.logits(model, site.training).numpy()
-    shift = torch.tensor(own_shift(site, PRIORS, at_site))
-    assert torch.allclose(kind.logits(own, site.test), before + shift, atol=1e-5)
+    new = site_model(model, [site.training], PRIORS)
+    counts = collect_counts(model, [site.training], kind.problem)
+    shift = site_shift(torch.tensor(PRIORS), counts, kind.problem)
+    assert torch.allclose(kind.logits(new, site.test), before + shift, atol=1e-5)
     assert torch.equal(kind.logits(model, site.test), before)
     assert getattr(model.config, "fedrot", None) is None
     if name == "adapter":
-        changed = adapter_tensors(own)
-        names = {
-            n for n, t in adapter_tensors(model).items() if (t != changed[n]).any()
-        }
-        assert names == {f"{kind.head}.bias"}
+        pairs = zip(*(adapter_tensors(m).items() for m in (model, new)), strict=True)
+        moved = {n for (n, old), (_, tensor) in pairs if not torch.equal(old, tensor)}
+        assert moved == {f"{kind.head}.bias"}
 
 
 def test_a_saved_model_has_its_shares_and_keeps_the_head(tmp_path):
@@ -49,35 +47,23 @@ def test_a_saved_model_has_its_shares_and_keeps_the_head(tmp_path):
     own.save_pretrained(tmp_path / "own")
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "own")
     assert torch.equal(saved.classifier.bias, expected.classifier.bias)
-    labels = labels_of(site.training)
-    counts = np.bincount(labels, minlength=3) + np.array(PRIORS)
-    shares = counts / (len(labels) + 1)
+    counts = by_class(site.training)
+    shares = (counts + torch.tensor(PRIORS)) / (counts.sum() + 1)
     assert saved.config.fedrot["priors"] == pytest.approx(shares.tolist())
 
 
 @pytest.mark.parametrize(
-    ("name", "expected", "logits"),
-    [
-        ("single", [0.5, 0.5, 0.0], lambda e: (e * 1000 + PRIORS) / 1001 / PRIORS),
-        (
-            "multi",
-            [0.9, 0.5, 0.1],
-            lambda e: (
-                (e * 1000 + PRIORS)
-                / PRIORS
-                / ((1000 - e * 1000 + 1 - np.array(PRIORS)) / (1 - np.array(PRIORS)))
-            ),
-        ),
-    ],
+    ("name", "counts"), [("single", [500, 500, 0]), ("multi", [1000, 900, 500, 100])]
 )
-def test_expected_shares_take_the_place_of_those_of_rows(name, expected, logits):
+def test_expected_shares_count_as_those_of_a_thousand_rows(name, counts):
     kind = CASES[name]
-    (site,) = sites_of(kind, 1)
     model = kind.build()
-    own = site_model(model, [site.training], PRIORS, expected=expected)
-    shift = torch.tensor(np.log(logits(np.array(expected))))
-    moved = kind.logits(own, site.test) - kind.logits(model, site.test)
-    assert torch.allclose(moved, shift.expand_as(moved), atol=1e-5)
+    expected = [count / 1000 for count in counts[-3:]]
+    new = site_model(model, [], PRIORS, expected=expected)
+    counts = torch.tensor(counts).double()
+    shift = site_shift(torch.tensor(PRIORS), counts, kind.problem)
+    bias = model.classifier.bias.double()
+    assert torch.allclose(new.classifier.bias.double(), bias + shift, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +71,9 @@ def test_expected_shares_take_the_place_of_those_of_rows(name, expected, logits)
     [
         ("score", {"priors": PRIORS}, "site_shift"),
         ("single", {}, "class_priors"),
-        ("single", {"priors": PRIORS[:2]}, "2 priors"),
+        ("single", {"priors": PRIORS[:2]}, r"priors are \[0.5, 0.3\d*\]"),
         ("single", {"priors": PRIORS, "expected": [0.5, 0.5, 0.5]}, "add up to 1"),
-        ("single", {"priors": PRIORS, "expected": [0.5, 0.5]}, "2 counts"),
+        ("single", {"priors": PRIORS, "expected": [0.5, 0.5]}, r"\[500.0, 500.0\]"),
         ("regression", {"expected": [1.0]}, "no classes"),
     ],
 )

@@ -15,7 +15,6 @@ from torch.nn.functional import cross_entropy, one_hot
 from fedrot.strategies import fit_task_head
 from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.wire.fitting_messages import (
-    ALONE,
     COUNT,
     LOSSES,
     REPORT,
@@ -137,7 +136,7 @@ def client(
             found = {ROWS: {"training": rows, "held_out": held_out}}
         elif config[STAGE] == SUM:
             found = {SUMS: packed(sums_of(*training))}
-        elif config[STAGE] in (ALONE, REPORT):
+        elif config[STAGE] == REPORT:
             withheld = RecordDict({WITHHELD: ConfigRecord()})
             return Message(withheld, reply_to=message)
         else:

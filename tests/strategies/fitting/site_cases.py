@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from flwr.clientapp import ClientApp
 from sklearn.metrics import accuracy_score, f1_score
+from torch import Tensor
 from transformers import (
     BertConfig,
     BertForTokenClassification,
@@ -20,11 +21,15 @@ from transformers import (
 
 from fedrot.lora import load_as_sent
 from fedrot.strategies import LabelledRows, answer_with_sums
-from fedrot.task_head.choice import SHRINKAGES
-from fedrot.task_head.fit import fitted_task_head
-from fedrot.task_head.sums import collect_classes
 from tests.strategies.fakes import Client, node_of
-from tests.strategies.fitting.classifiers import KINDS, OUTPUTS, SINGLE, Kind, Rows
+from tests.strategies.fitting.classifiers import (
+    KINDS,
+    OUTPUTS,
+    SINGLE,
+    VARIANCE,
+    Kind,
+    Rows,
+)
 
 SMALL = {"vocab_size": 40, "num_labels": OUTPUTS}
 
@@ -102,92 +107,55 @@ def sites_of(kind: Kind, count: int = 3) -> list[Site]:
     ]
 
 
-def logits_of(kind: Kind, tensors: dict[str, Any], rows: Rows) -> np.ndarray:
+def logits_of(kind: Kind, tensors: Any, rows: Rows) -> Tensor:
     """Return a model's logits of the rows with a label, ``[rows, outputs]``."""
+    return kind.logits(loaded(kind, tensors), rows)[labelled(rows)]
+
+
+def loaded(kind: Kind, tensors: Any) -> Any:
     model = kind.build()
     load = load_as_sent if kind.adapter else type(model).load_state_dict
     load(model, tensors)
-    return kind.logits(model, rows)[labelled(rows)].numpy()
+    return model
 
 
-def labelled(rows: Rows) -> Any:
+def labelled(rows: Rows) -> Tensor:
     labels = rows["labels"]
     return labels >= 0 if labels.dtype == torch.int64 else torch.ones(len(labels)) > 0
 
 
-def labels_of(rows: Rows) -> np.ndarray:
-    return rows["labels"][labelled(rows)].numpy()
+def labels_of(rows: Rows) -> Tensor:
+    return rows["labels"][labelled(rows)]
 
 
-def loss_of(kind: Kind, logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    if kind.problem == "regression":
-        return ((logits[:, 0] - labels) ** 2).astype(float)
-    return kind.loss(torch.tensor(logits), torch.tensor(labels)).numpy()
+def by_class(rows: Rows) -> Tensor:
+    """Return numbers of rows of each class, or with each label."""
+    labels = labels_of(rows)
+    hot = labels if labels.ndim > 1 else labels.unsqueeze(1) == torch.arange(OUTPUTS)
+    return hot.double().sum(0)
 
 
-def figures_of(kind: Kind, logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+def figures_of(kind: Kind, logits: Tensor, labels: Tensor) -> dict[str, float]:
     """Return loss, accuracy and macro F1, by scikit-learn."""
-    figures = {"loss": float(loss_of(kind, logits, labels).mean())}
+    losses = kind.loss(logits, labels)
     if kind.problem == "regression":
-        return figures
+        return {"loss": float(losses.mean() * VARIANCE)}
     predicted = logits > 0 if labels.ndim > 1 else logits.argmax(1)
-    present = np.flatnonzero(labels.sum(0)) if labels.ndim > 1 else np.unique(labels)
-    actual = labels.astype(int)
-    f1 = f1_score(actual, predicted, average="macro", labels=present, zero_division=0)
-    return {**figures, "accuracy": accuracy_score(actual, predicted), "macro_f1": f1}
+    present = labels.sum(0).nonzero() if labels.ndim > 1 else labels.unique()
+    both = labels.int(), predicted
+    f1 = f1_score(*both, labels=present.flatten(), average="macro", zero_division=0)
+    figures = {"accuracy": accuracy_score(*both), "macro_f1": f1}
+    return {"loss": float(losses.mean()), **figures}
 
 
-def alone_logits(site: Site, first: dict[str, Any], rows: Rows) -> np.ndarray:
-    """Return what the best head on the site's own sums answers."""
-    kind = site.kind
-    model = kind.build()
-    (load_as_sent if kind.adapter else type(model).load_state_dict)(model, first)
-    sums = collect_classes(model, [site.training], kind.head, kind.problem)
-    best = (np.inf, np.empty(0))
-    for shrinkage in SHRINKAGES:
-        weight, bias = fitted_task_head(sums, shrinkage)
-        head = {f"{kind.head}.weight": weight.float()}
-        if f"{kind.head}.bias" in first:
-            head[f"{kind.head}.bias"] = torch.zeros(kind.outputs)
-        chosen, reported = (
-            logits_of(kind, {**first, **head}, own) + bias.numpy()
-            for own in (site.held_out, rows)
-        )
-        for t in kind.temperatures:
-            loss = loss_of(kind, chosen / t, labels_of(site.held_out)).mean()
-            best = min(best, (loss, reported / t), key=lambda pair: pair[0])
-    return best[1]
-
-
-def own_shift(site: Site, priors: list[float], logits: Any) -> np.ndarray:
-    """Return what the site's shares add to logits."""
-    labels = labels_of(site.training)
-    n = len(labels)
-    if site.kind.problem == "regression":
-        return np.array([(labels - logits[:, 0]).sum() / (n + 1)])
-    pi = np.array(priors)
-    if labels.ndim > 1:
-        counts = labels.sum(0)
-        yes = (counts + pi) / (n + 1) / pi
-        no = (n - counts + 1 - pi) / (n + 1) / (1 - pi)
-        return np.log(yes) - np.log(no)
-    counts = np.bincount(labels, minlength=OUTPUTS)
-    return np.log((counts + pi) / (n + 1) / pi)
-
-
-def pooled_priors(sites: list[Site]) -> list[float]:
+def priors_of(sites: list[Site]) -> list[float]:
     """Return the shares of all training rows; no site has 1.5 times the median."""
     if sites[0].kind.problem == "regression":
         return []
-    every = [labels_of(site.training) for site in sites]
-    sizes = [len(labels) for labels in every]
-    weights = [min(n, 1.5 * float(np.median(sizes))) / n for n in sizes]
-    hot = [np.eye(OUTPUTS)[own] if own.ndim == 1 else own for own in every]
-    counts = sum(w * h.sum(0) for w, h in zip(weights, hot, strict=True))
-    return list(counts / sum(w * n for w, n in zip(weights, sizes, strict=True)))
-
-
-def one_class(site: Site) -> Site:
-    """Return a site whose training rows have one class."""
-    labels = torch.ones_like(site.training["labels"])
-    return replace(site, training={**site.training, "labels": labels})
+    sizes = [len(labels_of(site.training)) for site in sites]
+    most = 1.5 * float(np.median(sizes))
+    counts = [
+        by_class(site.training) * min(1, most / n)
+        for site, n in zip(sites, sizes, strict=True)
+    ]
+    return (sum(counts) / sum(min(n, most) for n in sizes)).tolist()

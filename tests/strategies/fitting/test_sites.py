@@ -6,11 +6,14 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
+from scipy.stats import bootstrap
 
 import fedrot
+from fedrot.lora import adapter_tensors
 from fedrot.strategies import (
     Checkpointing,
     FedRot,
@@ -18,9 +21,10 @@ from fedrot.strategies import (
     Reporting,
     fit_task_head,
     report_sites,
+    site_model,
 )
-from fedrot.strategies.client.site_report import interval
 from fedrot.strategies.wire.fitting_messages import FIGURES, PRIORS, STAGE
+from fedrot.task_head.site_figures import mean_and_interval
 from tests.models import near
 from tests.strategies.fakes import (
     failure,
@@ -32,119 +36,101 @@ from tests.strategies.fakes import (
 )
 from tests.strategies.fitting.site_cases import (
     CASES,
-    Site,
-    alone_logits,
+    by_class,
     figures_of,
     labels_of,
+    loaded,
     logits_of,
-    one_class,
-    own_shift,
-    pooled_priors,
+    priors_of,
     sites_of,
 )
 
 SINGLE = CASES["single"]
 FIRST = SINGLE.state()
-FINAL = near(FIRST, 0.2, 1)
 
 
-def reported(nodes, kind=SINGLE, first=FIRST, final=FINAL, **given):
-    return report_sites(
-        grid_of(nodes),
-        ArrayRecord(final),
-        kind.config,
-        first=ArrayRecord(first),
-        timeout=1,
-        **given,
-    )
+def reported(nodes, kind=SINGLE, change=0.2, **given):
+    """Return the report of a model that has moved away from the first one."""
+    first = kind.state()
+    final = ArrayRecord(near(first, change, 1))
+    given = {"first": ArrayRecord(first), "timeout": 1, **given}
+    return report_sites(grid_of(nodes), final, kind.config, **given)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_site_reports_what_a_slow_oracle_counts(name, warnings, tmp_path):
+def test_a_site_reports_what_other_ways_to_its_heads_give(name, warnings, tmp_path):
+    """The head alone is that of a federation of one site, with the first body."""
     kind = CASES[name]
     sites = sites_of(kind)
-    first = kind.state()
-    final = near(first, 0.2, 1)
-    nodes = [site.node(tmp_path) for site in sites]
-    found = reported(nodes, kind, first, final)
+    final = near(kind.state(), 0.2, 1)
+    found = reported([site.node(tmp_path) for site in sites], kind)
     assert warnings() == ""
-    priors = pooled_priors(sites)
+    sign = -1 if name == "regression" else 1
     for site, row in zip(sites, found.rows, strict=True):
         labels = labels_of(site.test)
-        whole = logits_of(kind, final, site.test)
-        shift = own_shift(site, priors, logits_of(kind, final, site.training))
-        answers = {
-            "global": whole,
-            "own": whole + shift,
-            "alone": alone_logits(site, first, site.test),
-        }
-        expected = {
-            head: figures_of(kind, logits, labels) for head, logits in answers.items()
-        }
-        for head, figures in expected.items():
+        models = {"global": final}
+        # A decoder's head has no bias, and so no head of a site.
+        if name != "score":
+            grid = grid_of([site.node(tmp_path / site.name)])
+            alone = fit_task_head(grid, ArrayRecord(kind.state()), kind.config)
+            model = site_model(loaded(kind, final), [site.training], priors_of(sites))
+            own = adapter_tensors(model) if kind.adapter else model.state_dict()
+            models |= {"alone": tensors_of(alone.arrays), "own": own}
+        for head, tensors in models.items():
+            figures = figures_of(kind, logits_of(kind, tensors, site.test), labels)
             assert row[head] == pytest.approx(figures, rel=1e-4), head
-        own, alone = (expected[head][found.measure] for head in ("own", "alone"))
-        gain = alone - own if name == "regression" else own - alone
-        assert row["gain"][0] == pytest.approx(gain, abs=1e-4)
-        assert row["gain"][1] <= row["gain"][0] <= row["gain"][2]
-        trained = labels_of(site.training)
+        mean, low, high = row["gain"]
+        gain = sign * (row["own"][found.measure] - row["alone"][found.measure])
+        assert low <= mean <= high
+        assert mean == pytest.approx(gain, abs=1e-4)
+        sizes = (len(labels), len(labels_of(site.training)))
+        assert (row["rows"], row["training"]) == sizes
         assert (row["site"], row["chose"]) == (site.name, False)
-        assert (row["rows"], row["training"]) == (len(labels), len(trained))
         if name != "regression":
-            hot = [
-                y if y.ndim > 1 else y[:, None] == range(3) for y in (trained, labels)
-            ]
-            counts = [of.sum(0).tolist() for of in hot]
-            assert [*row["classes"].values()] == [*map(list, zip(*counts, strict=True))]
+            counts = torch.stack([by_class(site.training), by_class(site.test)], 1)
+            assert [*row["classes"].values()] == counts.tolist()
     metrics = found.metrics()
-    assert (metrics["sites"], metrics["withheld"]) == (3, 0)
-    owns = [row["own"][found.measure] for row in found.rows]
-    worst = max(owns) if name == "regression" else min(owns)
-    assert metrics[f"own-{found.measure}-worst"] == worst
-    assert metrics[f"own-{found.measure}"] == pytest.approx(sum(owns) / 3)
+    values = torch.tensor([row["own"][found.measure] for row in found.rows])
+    means = {"": values.mean(), "-worst": sign * (sign * values).min()}
+    for end, value in means.items():
+        assert metrics[f"own-{found.measure}{end}"] == pytest.approx(float(value))
     assert metrics["sites-better"] == sum(row["gain"][1] > 0 for row in found.rows)
 
 
 def test_an_interval_is_that_of_rows_drawn_again():
-    """The oracle draws rows, not how often each value is drawn."""
-    generator = torch.Generator().manual_seed(1)
-    values = torch.randn(60, generator=generator).double()
-    drawn = torch.randint(60, (20000, 60), generator=generator)
-    quantiles = torch.tensor([0.025, 0.975]).double()
-    expected = values[drawn].mean(1).quantile(quantiles)
-    assert torch.allclose(interval(values), expected, atol=0.03)
-    assert interval(torch.ones(1).double()).tolist() == [1, 1]
+    values = torch.randn(60, generator=torch.Generator().manual_seed(1)).double()
+    drawn = bootstrap((values.numpy(),), np.mean, method="percentile")
+    expected = [float(values.mean()), *drawn.confidence_interval]
+    assert mean_and_interval(values).tolist() == pytest.approx(expected, abs=0.03)
+    assert mean_and_interval(torch.ones(1).double()).tolist() == [1, 1, 1]
 
 
-#: What a liar makes of its figures, by record, and whether this is found.
-LIES = {
-    "NaN": ("heads", lambda value: value.mul_(math.nan)),
-    "huge": ("heads", lambda value: value.mul_(1e31)),
-    "negative": ("heads", lambda value: value.neg_()),
-    "above 1": ("heads", lambda value: value.add_(1)),
-    "an interval upside down": (
-        "noise",
-        lambda value: value.copy_(value.new_tensor([1, -1])),
-    ),
-    "parts of rows": ("rows", lambda value: value.add_(0.5)),
-    "more of a class": ("rows", lambda value: value[:, 1].fill_(1e6)),
-    "many rows": ("rows", lambda value: value[:, 0].fill_(1e13)),
-    "no rows": ("rows", lambda value: value.zero_()),
-    "another shape": ("noise", lambda value: value.resize_(3)),
-    "a perfect head": ("heads", lambda value: value.zero_()),
-}
+#: What a liar writes into its figures, by record and place; the last one could be true.
+LIES = [
+    ("heads", 0, math.nan),
+    ("heads", 0, math.inf),
+    ("heads", 0, -1),
+    ("heads", 1, 2),
+    ("gain", 2, -1),
+    ("gain", 0, 2),
+    ("rows", 1, 0.5),
+    ("rows", 1, 1e6),
+    ("rows", 0, 1e13),
+    ("rows", 4, 0),
+    ("others", 0, 0),
+    ("heads", 7, 1),
+]
 
 
-def lying(node, what):
-    name, edit = LIES[what]
+def lying(node, lie):
+    name, place, value = lie
 
     def answer(message):
         found = node(message)
         if FIGURES in found.content:
-            figures = {
-                n: t.clone() for n, t in tensors_of(found.content[FIGURES]).items()
-            }
-            edit(figures[name])
+            sent = tensors_of(found.content[FIGURES])
+            figures = {n: tensor.double() for n, tensor in sent.items()}
+            figures.setdefault(name, torch.zeros(1)).view(-1)[place] = value
             found.content[FIGURES] = ArrayRecord(figures)
         return found
 
@@ -152,7 +138,7 @@ def lying(node, what):
 
 
 def learning(site, folder, seed):
-    """Return a node that trains and evaluates, too."""
+    """Return a node that trains and evaluates, too, and whose errors are answers."""
     node = site.node(folder)
 
     def answer(message):
@@ -162,9 +148,16 @@ def learning(site, folder, seed):
         if kind == "evaluate":
             metrics = MetricRecord({"num-examples": 9, "mine": 0.5})
             return Message(RecordDict({"metrics": metrics}), reply_to=message)
-        return node(message)
+        try:
+            return node(message)
+        except fedrot.FedrotError as error:
+            return Message(Error(code=1, reason=str(error)), reply_to=message)
 
     return answer
+
+
+def learning_all(sites, folder):
+    return [learning(site, folder, seed) for seed, site in enumerate(sites)]
 
 
 def played(nodes, rounds=2, **given):
@@ -175,24 +168,23 @@ def played(nodes, rounds=2, **given):
 
 def test_lies_of_a_report_are_named_and_change_nobodys_model(tmp_path, warnings):
     """A lie that could be true counts for the site that tells it."""
-    sites = sites_of(SINGLE)
-    nodes = [learning(site, tmp_path, seed) for seed, site in enumerate(sites)]
-    _, honest = played(nodes)
-    expected = honest.train_metrics_clientapp[2]
-    assert (expected["fedrot-sites"], warnings().count("out of range")) == (3, 0)
-    for count, what in enumerate(LIES, start=1):
-        _, found = played([lying(nodes[0], what), *nodes[1:]])
-        assert largest_difference(found.arrays, honest.arrays) == 0
-        metrics = found.train_metrics_clientapp[2]
-        believed = what == "a perfect head"
-        assert metrics["fedrot-sites"] == 2 + believed
-        assert warnings().count("Client 100: ") == count - believed, what
+    first, *others = learning_all(sites_of(SINGLE), tmp_path)
+    honest = reported([first, *others])
+    for lie in LIES:
+        sites = reported([lying(first, lie), *others])
+        assert sites.rows[-2:] == honest.rows[-2:]
+        assert len(sites.rows) == 2 + (lie is LIES[-1])
+    assert warnings().count("Client 100: ") == len(LIES) - 1
+    (_, fair), (_, unfair) = (
+        played([node, *others]) for node in (first, lying(first, lie))
+    )
+    assert largest_difference(fair.arrays, unfair.arrays) == 0
 
 
 def test_a_run_reports_its_sites_to_files_functions_and_the_log(tmp_path, caplog):
     """Site 1 withholds, site 2 fails, site 3 has no rows; names are made unique."""
     base = sites_of(SINGLE)
-    unlabelled = {**base[0].test, "labels": torch.full_like(base[0].test["labels"], -1)}
+    unlabelled = {**base[0].test, "labels": torch.full((50,), -1)}
     sites = [
         replace(base[0], name="A\x1b[31m\n"),
         replace(base[1], report=False),
@@ -200,130 +192,107 @@ def test_a_run_reports_its_sites_to_files_functions_and_the_log(tmp_path, caplog
         replace(base[2], test=unlabelled),
         replace(base[1], name="A [31m", test=None),
         replace(base[2], name="B" * 999),
-        replace(base[1], name="B" * 999),
     ]
-    nodes = [learning(site, tmp_path, seed) for seed, site in enumerate(sites)]
-    fails = nodes[2]
-
-    def failing(message):
-        config = message.content.get("config", {})
-        return (failure if config.get(STAGE) == "report" else fails)(message)
-
-    nodes[2] = failing
-    told, noted = list[ConfigRecord](), dict[str, float]()
+    nodes = learning_all(sites, tmp_path)
+    configs, noted = [], {}
 
     def listening(message):
-        told.append(message.content["config"])
-        return answers(message)
+        configs.append(message.content["config"])
+        return nodes[0](message)
+
+    def failing(message):
+        stage = message.content.get("config", {}).get(STAGE)
+        return (failure if stage == "report" else nodes[2])(message)
 
     caplog.set_level("INFO", "flwr")
-    reporting = Reporting(tmp_path / "rows", on_round=lambda n, own: noted.update(own))
-    nodes[0], answers = listening, nodes[0]
-    strategy, result = played(nodes, reporting=reporting, trusted=True)
+    reporting = Reporting(tmp_path / "rows", on_round=lambda n, new: noted.update(new))
+    asked = [listening, nodes[1], failing, *nodes[3:]]
+    strategy, result = played(asked, reporting=reporting, trusted=True)
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    ours = [row for row in rows if row.get("stage") == "site"]
-    names = ["A [31m", "A [31m (2)", "B" * 60, "B" * 60 + " (2)"]
-    assert [row["site"] for row in ours] == names
     # By the clients' own ids.
-    assert [row["client"] for row in ours] == [0, 4, 5, 6]
-    assert [row["chose"] for row in ours] == [False, True, False, False]
-    assert {row["round"] for row in ours} == {2}
-    (of_all,) = (row for row in rows if row.get("stage") == "sites")
-    assert (of_all["metrics"]["sites"], of_all["metrics"]["withheld"]) == (4, 1)
-    for name, value in of_all["metrics"].items():
+    assert [
+        (row["round"], row["client"], row["site"], row["chose"])
+        for row in rows
+        if row.get("stage") == "site"
+    ] == [
+        (2, 0, "A [31m", False),
+        (2, 4, "A [31m (2)", True),
+        (2, 5, "B" * 60, False),
+    ]
+    (metrics,) = (row["metrics"] for row in rows if row.get("stage") == "sites")
+    assert (metrics["sites"], metrics["withheld"]) == (3, 1)
+    for name, value in metrics.items():
         assert result.train_metrics_clientapp[2][f"fedrot-{name}"] == value
         assert noted[f"sites/{name}"] == value
     assert result.evaluate_metrics_clientapp[2]["mine"] == pytest.approx(0.5)
-    text = caplog.text
-    assert "Client 102: it failed: crashed" in text
-    assert "Client 103 is left out of the report: No row has a label" in text
-    assert "of 4 sites are better with their own head than alone" in text
-    assert "1 sites withhold" in text
+    for text in (
+        "Client 102: it failed: crashed",
+        "Client 103: it failed: No row has a label",
+        "of 3 sites are better with their own head than alone",
+        "1 sites withhold",
+    ):
+        assert text in caplog.text
     # Priors are told from the first fit on, and are shares.
-    shares = [[*config[PRIORS]] for config in told if PRIORS in config]
-    stages = [config.get(STAGE, "train") for config in told if PRIORS not in config]
-    assert stages == ["count", "sum", "evaluate", "alone"]
-    assert shares[-1] == strategy.priors
-    assert sum(shares[0]) == pytest.approx(1)
+    told = [PRIORS in config for config in configs]
+    stages = [config.get(STAGE, "train") for config in configs]
+    assert stages[: told.index(True)] == ["count", "sum", "evaluate"]
+    assert all(told[3:])
+    assert configs[-1][PRIORS] == strategy.priors
+    assert sum(configs[3][PRIORS]) == pytest.approx(1)
 
 
 def test_a_site_that_joins_late_and_a_resumed_run_report_the_same(tmp_path):
-    """The head alone is that of the first model, whenever it is fitted."""
+    """The head alone is that of the first model. A run that is over reports again."""
     sites = sites_of(SINGLE)
-    nodes = [learning(site, tmp_path / "a", n) for n, site in enumerate(sites)]
-    _, whole = played(nodes)
-    checkpoints = Checkpointing(tmp_path / "runs")
-    nodes = [learning(site, tmp_path / "b", n) for n, site in enumerate(sites)]
-    first, _ = played(nodes[:2], 1, checkpoints=checkpoints, fraction_evaluate=0.0)
-    resumed, found = played(nodes, 2, checkpoints=checkpoints, fraction_evaluate=0.0)
-    metrics, before = (run.train_metrics_clientapp[2] for run in (found, whole))
-    assert metrics["fedrot-sites"] == 3
-    assert metrics["fedrot-alone-accuracy"] == before["fedrot-alone-accuracy"]
+    _, whole = played(learning_all(sites, tmp_path / "a"))
+    given = {
+        "checkpoints": Checkpointing(tmp_path / "runs"),
+        "reporting": Reporting(tmp_path / "rows"),
+        "fraction_evaluate": 0.0,
+    }
+    nodes = learning_all(sites, tmp_path / "b")
+    first, _ = played(nodes[:2], 1, **given)
     # The shares of two sites stay where the old model stays.
-    assert first.priors == pytest.approx(pooled_priors(sites[:2]))
-    joined = sites if metrics["fedrot-head-fitted"] else sites[:2]
-    assert resumed.priors == pytest.approx(pooled_priors(joined))
-    again, _ = played(nodes, 2, checkpoints=checkpoints, fraction_evaluate=0.0)
-    assert again.priors == resumed.priors
+    assert first.priors == pytest.approx(priors_of(sites[:2]))
+    before = whole.train_metrics_clientapp[2]
+    for _ in range(2):
+        resumed, result = played(nodes, 2, **given)
+        metrics = result.train_metrics_clientapp[2]
+        assert metrics["fedrot-sites"] == 3
+        assert metrics["fedrot-alone-accuracy"] == before["fedrot-alone-accuracy"]
+        joined = sites if metrics["fedrot-head-fitted"] else sites[:2]
+        assert resumed.priors == pytest.approx(priors_of(joined))
+        assert (tmp_path / "rows").read_text().count('"stage": "site"') == 3
 
 
 @pytest.mark.parametrize("name", ["single", "multi", "regression"])
-def test_a_site_of_one_label_alone_is_a_constant(name, tmp_path):
+def test_a_site_of_one_row_has_a_constant_alone(name, tmp_path):
     kind = CASES[name]
+    (site,) = sites_of(kind, 1)
+    one_row = {tensor: value[:1] for tensor, value in site.training.items()}
     # Without held-out rows no temperature is chosen.
-    sites = [replace(one_class(site), held_out=None) for site in sites_of(kind)]
-    first = kind.state()
-    nodes = [site.node(tmp_path) for site in sites]
-    found = reported(nodes, kind, first, first)
-    for site, row in zip(sites, found.rows, strict=True):
-        labels = labels_of(site.test)
-        n = len(site.training["labels"])
-        share = torch.tensor([0.5, n, 0.5]) / (n + 1)
-        constant = {
-            "single": share.log(),
-            "multi": torch.full((3,), (n + 0.5) / (n + 1)).logit(),
-            "regression": torch.ones(1),
-        }[name]
-        logits = constant.double().expand(len(labels), -1).numpy()
-        assert row["alone"] == pytest.approx(figures_of(kind, logits, labels), rel=1e-4)
-
-
-def test_rows_that_differ_from_call_to_call_are_named(tmp_path, warnings):
-    sites = sites_of(SINGLE)
-    turns = iter(range(99))
-
-    class Turned(Site):
-        @property
-        def test(self):
-            places = torch.roll(torch.arange(50), next(turns))
-            return {name: value[places] for name, value in sites[0].test.items()}
-
-        @test.setter
-        def test(self, rows):
-            """Leave out the rows of every call."""
-
-    turned = Turned(SINGLE, sites[0].training, sites[0].held_out, None)
-    found = reported([site.node(tmp_path) for site in [turned, *sites[1:]]])
-    assert len(found.rows) == 2
-    assert "Client 100 is left out of the report: test rows must" in warnings()
+    site = replace(site, training=one_row, held_out=None)
+    (row,) = reported([site.node(tmp_path)], kind).rows
+    constant = {
+        "single": (by_class(one_row) + 1).log(),
+        "multi": (3.0 ** (2 * by_class(one_row) - 1)).log(),
+        "regression": one_row["labels"],
+    }[name]
+    labels = labels_of(site.test)
+    logits = constant.double().expand(len(labels), -1)
+    assert row["alone"] == pytest.approx(figures_of(kind, logits, labels), rel=1e-4)
 
 
 def test_a_model_that_nobody_trained_is_the_first_one(tmp_path):
-    sites = sites_of(SINGLE)
-    nodes = [site.node(tmp_path) for site in sites]
-    final = fit_task_head(grid_of(nodes), ArrayRecord(FIRST), SINGLE.config)
-    found = report_sites(
-        grid_of(nodes), final.arrays, SINGLE.config, priors=final.priors
-    )
-    both = reported(nodes, final=tensors_of(final.arrays), priors=final.priors)
-    assert found == both
+    nodes = [site.node(tmp_path) for site in sites_of(SINGLE)]
+    sites = report_sites(grid_of(nodes), ArrayRecord(FIRST), SINGLE.config)
+    assert sites == reported(nodes, change=0.0)
 
 
 def test_nobody_who_reports_is_no_error(tmp_path, caplog):
     caplog.set_level("INFO", "flwr")
     sites = [replace(site, report=False) for site in sites_of(SINGLE)]
-    nodes = [learning(site, tmp_path, n) for n, site in enumerate(sites)]
-    _, result = played(nodes, 1)
+    _, result = played(learning_all(sites, tmp_path), 1)
     metrics = result.train_metrics_clientapp[1]
     assert (metrics["fedrot-sites"], metrics["fedrot-withheld"]) == (0, 3)
     assert "3 sites withhold their figures" in caplog.text

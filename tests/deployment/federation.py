@@ -1,7 +1,5 @@
 """A federation of real processes, started by the commands of docs/how-to/deploy.md."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -42,8 +40,8 @@ class Federation:
         self.folder = folder
         self.nodes = " ".join(map(str, range(nodes)))  # the page has two
         self.commands = documented_commands()
-        self.used: set[str] = set()
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.used = set()
+        self.processes = {}
         self.port, self.spare_port, *self.node_ports = free_ports(6)
 
     def __enter__(self):

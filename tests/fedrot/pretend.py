@@ -20,10 +20,7 @@ It is stricter than CUDA in one thing: indexing a device tensor by a host tensor
 too, for that is a copy each time.
 """
 
-from __future__ import annotations
-
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from threading import Lock
 from unittest.mock import patch
@@ -76,7 +73,7 @@ class Stream:
     """What the device has been told to do in order, but has not done yet."""
 
     def __init__(self, device=None):
-        self.waiting: list[Callable[[], object]] = []
+        self.waiting = []
 
     def wait_event(self, event):
         """Do what was asked for before the event."""
@@ -87,7 +84,7 @@ class Event:
     """A point in a stream."""
 
     def __init__(self, enable_timing=False):
-        self._before: list[Callable[[], object]] = []
+        self._before = []
         self._done = Lock()
 
     def record(self, stream=None):
@@ -116,9 +113,9 @@ class Pretend(TorchFunctionMode):
         super().__init__()
         self.reads = self.uploads = self.peak = self.unrecorded = 0
         self._stream = self._usual = Stream()
-        self._pinned: dict[int, Tensor] = {}
+        self._pinned = {}
         self._patches = ExitStack()
-        self._storages: list[tuple[weakref.ref[Tensor], int, int]] = []
+        self._storages = []
 
     def __enter__(self):
         fakes = {

@@ -138,7 +138,6 @@ def test_the_metadata_is_complete(wheel):
     metadata = Metadata.from_email(text, validate=True)
     with tarfile.open(next(wheel.parent.glob("*.tar.gz"))) as archive:
         source = archive.extractfile(f"fedrot-{metadata.version}/PKG-INFO")
-        assert source is not None
         assert source.read() == text
     assert metadata.license_expression == "Apache-2.0"
     assert metadata.license_files == [

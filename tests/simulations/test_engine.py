@@ -6,7 +6,6 @@ import threading
 import time
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -116,7 +115,7 @@ def test_two_places_share_the_jobs_and_the_caller_hears_and_looks_while_they_run
     machine, monkeypatch
 ):
     monkeypatch.setenv(PLUGINS, "json")
-    said, when, ticks = dict[str, list[Any]](), list[float](), list[None]()
+    said, when, ticks = {}, [], []
 
     def hear(job, what):
         said.setdefault(job.name, []).append(what)

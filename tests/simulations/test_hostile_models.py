@@ -154,7 +154,7 @@ MODELS = {
 @pytest.fixture
 def asked(monkeypatch):
     """Who was asked: the user, or the hub for a kernel or a file."""
-    names = list[str]()
+    names = []
     cached_files = transformers.utils.hub.cached_files
 
     def cached(path_or_repo_id, **options):

@@ -200,7 +200,7 @@ def test_quantised_weights_are_refused(pretrained, monkeypatch):
 
 
 def test_a_new_task_head_is_said(pretrained, monkeypatch):
-    said = list[str]()
+    said = []
     monkeypatch.setattr(logging.getLogger("flwr"), "info", said.append)
     for case in ("bert", "mlm bert"):
         built(pretrained, case)

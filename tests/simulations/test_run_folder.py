@@ -198,7 +198,6 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path):
     first = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert first.stdout is not None
     assert first.stdout.readline() == "mine\n"
     with pytest.raises(FedrotError, match="Another run"), only_writer(tmp_path):
         pass

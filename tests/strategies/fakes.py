@@ -1,7 +1,5 @@
 """A grid whose clients are functions in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import count
 
@@ -52,7 +50,7 @@ class FakeGrid(LocalGrid):
 
     def __init__(self, clients):
         super().__init__(clients)
-        self.asked: list[list[int]] = []
+        self.asked = []
 
     def push_messages(self, messages):
         sent = list(messages)
@@ -119,7 +117,6 @@ def round_of(message):
 
 
 def arrays_of(record):
-    assert record is not None
     return {name: array.numpy() for name, array in record.items()}
 
 

@@ -5,10 +5,6 @@ Each function returns a subclass of ``base``. What it reads in replies is in its
 attribute ``seen``.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 from flwr.app import (
     ConfigRecord,
     Message,
@@ -48,7 +44,7 @@ def looking(base):
     class LooksAtReplies(base):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self.seen: list[Any] = []
+            self.seen = []
 
         def aggregate_train(self, server_round, replies):
             self.seen.append([r.content.object_id for r in replies if r.has_content()])
@@ -71,7 +67,7 @@ def tracking(base):
     class FlowerTuneLlm(base):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self.seen: list[float] = []
+            self.seen = []
 
         def configure_train(self, server_round, arrays, config, grid):
             messages = super().configure_train(server_round, arrays, config, grid)
@@ -91,7 +87,7 @@ def exclusive(base):
     class ExclusiveFedAvg(base):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self.seen: list[str] = []
+            self.seen = []
 
         def aggregate_train(self, server_round, replies):
             trained = [

@@ -3,7 +3,6 @@
 import re
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -264,6 +263,6 @@ def test_what_is_not_known_or_not_lost_is_no_metric(of_factors, lost, measured):
     report = SimpleNamespace(
         mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost
     )
-    average = AdapterMean(cast(Any, SimpleNamespace(result=lambda: ({}, report))))
+    average = AdapterMean(SimpleNamespace(result=lambda: ({}, report)))
     average.result()
     assert average.measured == measured

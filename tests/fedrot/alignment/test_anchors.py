@@ -195,7 +195,7 @@ def test_other_basis_updates_are_aligned_by_their_own_options_and_evidence(
     changes nothing.
     """
     clients = _clients(0.02)
-    asked = list[float]()
+    asked = []
     moved = list(clients)
     for i in (1, 3):
         update, weight = clients[i]
@@ -293,7 +293,7 @@ def test_an_anchor_forgets_whom_it_was_not_moved_towards():
     """An update is aligned to it and dropped; the next one is aligned to the broadcast
     model.
     """
-    refused = list[Anchor]()
+    refused = []
 
     def find(update, to):
         if any(to is anchor for anchor in refused):

@@ -266,7 +266,6 @@ def test_activations_count_in_proportion_to_the_weights(weight, times):
     blocks = {slot.tensor: torch.zeros(()) for slot in group.slots}
     norms = [squared_distance(blocks, model) ** 0.5 for model in (state, client)]
     assert factor == 1
-    assert addition is not None
     assert torch.allclose(addition, times * norms[0] * norms[1] * unit)
 
 

@@ -97,7 +97,7 @@ def test_every_tensor_moves_and_every_output_stays(name, attention):
     state, symmetry, compute = model_(name)
     before = compute(state, attention)
     parts = movable(symmetry)
-    seen = set[str]()
+    seen = set()
     alone = [(part,) for part in parts] if attention == "eager" else []
     for seed, chosen in enumerate((*alone, parts), 3):
         moved = random_equivalent(state, symmetry, seed, chosen)

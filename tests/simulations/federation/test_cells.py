@@ -428,7 +428,7 @@ def test_cells_leave_no_model_behind(tmp_path):
     """A long run would run out of memory."""
     experiment = of(rounds=1, strategies="fedavg,aligned,regmean")
     told = cells_of([experiment]) * 2
-    held = list[int]()
+    held = []
 
     def numbers():
         tensors = (o for o in gc.get_objects() if isinstance(o, torch.Tensor))

@@ -4,7 +4,6 @@ are shared.
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -177,13 +176,12 @@ def test_statistics_are_of_the_update_on_the_clients_own_rows(task, received):
 @pytest.mark.usefixtures("untrained")
 def test_statistics_come_from_as_many_batches_as_asked_for(task, received, monkeypatch):
     """What is asked for replaces the kind's own limit, which is smaller or larger."""
-    seen = list[tuple[int, Any]]()
+    seen = []
     gram = STATISTIC_KINDS["gram"]
 
     def collect(model, batches, **options):
         found = [*batches]
         seen.append((len(found), options.get("max_batches", "its own")))
-        assert gram.collect is not None
         return gram.collect(model, found, **options)
 
     monkeypatch.setitem(STATISTIC_KINDS, "gram", replace(gram, collect=collect))

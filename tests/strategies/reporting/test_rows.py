@@ -97,7 +97,7 @@ def test_every_round_and_stage_has_one_row_that_is_there_when_its_stage_ends(
 
 def test_what_is_not_finite_is_null_in_a_row(tmp_path):
     path = tmp_path / "rows.jsonl"
-    heard = dict[str, float]()
+    heard = {}
     reporting = Reporting(path, lambda number, metrics: heard.update(metrics))
     given = MetricRecord({"loss": math.nan, "best": [math.inf, 1.0, -math.inf], "n": 3})
     report_metrics(reporting, 1, "train", given)

@@ -371,7 +371,6 @@ class Stateful(FedAvg):
 
     def seen(self):
         """Return all of it, and what the generators draw next."""
-        assert self.best is not None
         tensors = [self.best.tolist(), self.layer.weight.tolist()]
         return [*tensors, self.accountant.count, self.rate, self.nodes, *self.drawn()]
 
@@ -397,7 +396,7 @@ def test_state_that_cannot_be_saved_is_named_once(tmp_path, warnings):
 
         def __init__(self, **settings):
             super().__init__(**settings)
-            self.seen_nodes = Counter[int]()
+            self.seen_nodes = Counter()
             self.server = SimpleNamespace(momentum=0.0)
             self.fixed = SimpleNamespace(rate=0.5)
 

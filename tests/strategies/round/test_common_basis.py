@@ -86,13 +86,13 @@ def test_learning_together_lowers_the_loss_of_the_mean():
     sent = of_three()
     nodes = [node(seed, learning=LearningOptions(steps=15)) for seed in (1, 2, 3)]
     losses = {}
-    for passes in (0, 2):
+    for passes in (0, 1):
         others = OtherBasis(options=PASSES.options, learning_passes=passes)
         strategy = FedRot(CONFIG, other_basis=others)
         losses[passes] = loss(
             tensors_of(aggregated(strategy, trained(0), sent, nodes=nodes)[0])
         )
-    assert losses[2] < losses[0] - 0.02
+    assert losses[1] < losses[0] - 0.02, losses
 
 
 def test_every_client_receives_its_own_model_and_the_mean_of_the_others():
@@ -134,7 +134,6 @@ def test_clients_learn_the_stream_where_it_is_rotated_and_updates_keep_their_fun
 
         def answer(message):
             answered = learns(message)
-            assert answered is not None
             found.update(answered.content.array_records[ELEMENTS])
             return answered
 

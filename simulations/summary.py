@@ -24,10 +24,8 @@ REFERENCE = "fedavg"
 BOUNDS: dict[str, str] = {}
 #: The scope of rows about the global model on the test rows.
 CENTRAL = "central"
-#: The start of the scope of rows about a client's rows.
+#: The start of the scope of rows about a client.
 OF_CLIENT = "client:"
-#: The metric of how many rows a client holds out.
-ROWS = "held-out-rows"
 #: A model has learned if its accuracy or macro F1 exceeds that of naming one class by
 #: more than this.
 LEARNED = 0.02
@@ -55,10 +53,6 @@ class Standing:
         about: the strategy in the configuration: its kind, ``code`` to copy, and what
             it ``says``.
         values: metrics of the global model on the test rows, [seeds, metrics].
-        worst: the headline metric of the worst client on its held-out rows, mean over
-            seeds.
-        measured: by seed, how many clients have held-out rows.
-        worst_rows: by seed, how many the worst client has, if it is known.
         megabytes, requests: size of all messages and their number, mean over seeds. NaN
             if unknown.
         against: metric -> difference from the reference.
@@ -68,9 +62,6 @@ class Standing:
     name: str
     about: Row
     values: DataFrame
-    worst: float
-    measured: Sequence[int]
-    worst_rows: Sequence[int]
     megabytes: float
     requests: float
     against: dict[str, Paired] = field(default_factory=dict)
@@ -140,7 +131,6 @@ class Verdict:
             reference; the reference if no other one is better beyond noise.
         recommended: the strategy to use: the cheapest one within noise of ``best``.
         scored: which classes have no test row, if any.
-        measured: how many clients have held-out rows: ``3 of 6``.
         notes: see ``notes_of``.
         most_frequent: share of the largest class of the clients' rows; NaN without
             classes.
@@ -158,7 +148,6 @@ class Verdict:
     best: Standing
     recommended: Standing
     scored: str
-    measured: str
     notes: Sequence[str]
     most_frequent: float
     learned: bool
@@ -183,11 +172,12 @@ class Verdict:
         the sites' own rows.
         """
         sites = self.sites
-        if sites is None:
+        if sites is None or not sites.alone:
             return None
         choice = self.standings if self.undecided else [self.recommended]
         known = [standing for standing in choice if standing.name in sites.gains]
-        return max(known, key=lambda standing: sites.mean(standing.name), default=None)
+        worth = sites.gains.mean()
+        return max(known, key=lambda standing: worth[standing.name], default=None)
 
     @property
     def code(self) -> str:
@@ -240,7 +230,7 @@ def verdict(run: Run, name: str) -> Verdict | None:
     for about in experiment["strategies"].values():
         rows = frame[frame["strategy"] == about["name"]]
         if CENTRAL in {*rows["scope"]}:
-            standings.append(_standing(about, rows, headline))
+            standings.append(_standing(about, rows))
     finite = [standing for standing in standings if isfinite(standing.mean(ranking))]
     reference = min(
         finite or standings,
@@ -265,7 +255,6 @@ def verdict(run: Run, name: str) -> Verdict | None:
         and {standing.difference(best, metric).verdict for metric in judged} <= NOISE
     ]
     recommended = min(cheaper, key=lambda standing: standing.megabytes, default=best)
-    counted = span(reference.measured or [0])
     most_frequent, learned = _learned(experiment, standings)
     return Verdict(
         experiment=name,
@@ -277,7 +266,6 @@ def verdict(run: Run, name: str) -> Verdict | None:
         best=best,
         recommended=recommended,
         scored=experiment.get("scored", ""),
-        measured=f"{counted} of {experiment.get('clients', 0)}",
         notes=[*notes_of(experiment)],
         most_frequent=most_frequent,
         learned=learned,
@@ -295,7 +283,7 @@ def _last_rounds(rows: Sequence[Row]) -> DataFrame:
     return frame.drop_duplicates(["strategy", "seed", "scope", "metric"], keep="last")
 
 
-def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
+def _standing(about: Row, frame: DataFrame) -> Standing:
     """Return a strategy's results, not yet compared.
 
     ``frame`` has its rows of the last round.
@@ -304,16 +292,6 @@ def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
     values = frame[scopes == CENTRAL].pivot(
         index="seed", columns="metric", values="value"
     )
-    clients = (
-        frame[scopes.str.startswith(OF_CLIENT)]
-        .pivot(index=["seed", "scope"], columns="metric", values="value")
-        .reindex(columns=[headline, ROWS])
-        .dropna(subset=headline)
-        .sort_values(headline, ascending=headline not in LOWER_IS_BETTER)
-        .groupby("seed")
-    )
-    worst = clients.first()
-    rows = worst[ROWS].dropna().astype(int)
     unfitted = frame.loc[frame["metric"] == HEAD_FAILED, "value"].sum()
     messages = (
         frame[scopes == "messages"]
@@ -322,14 +300,10 @@ def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
         .reindex(["bytes-sent", "bytes-received", "requests"])
     )
     sizes = messages["bytes-sent"] + messages["bytes-received"]
-    score = worst[headline].mean()
     return Standing(
         name=about["name"],
         about=about,
         values=values,
-        worst=score,
-        measured=[*clients.size()],
-        worst_rows=[*rows],
         megabytes=sizes / 1e6,
         requests=messages["requests"],
         unfitted=int(unfitted),

@@ -27,8 +27,7 @@ from fedrot.simulations.models import (
 from fedrot.simulations.run_folder import Cell, Row, read_rows
 from fedrot.simulations.saved.load import save_model
 from fedrot.simulations.scenario import Settings
-from fedrot.simulations.site_gains import GLOBAL, OWN
-from fedrot.simulations.summary import ROWS
+from fedrot.simulations.summary import OF_CLIENT
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies import (
@@ -115,35 +114,18 @@ class CellRun(Cell):
     def finish_round(self, server_round: int, model: nn.Module) -> dict[str, float]:
         """Evaluate a round's global model; add and return the metrics.
 
-        What messages cost is added, too. After the last round the model is evaluated on
-        each client's held-out rows and on its own test rows as well.
+        What messages cost is added, too. After the last round models are evaluated on
+        each site's own test rows as well.
         """
         task = self.task
         metrics = training.evaluate(model, task, task.test, np.arange(len(task.test)))
         self.record("central", server_round, metrics)
         self.record("messages", server_round, self.grid.counted)
         if server_round == self.experiment.rounds:
-            for client, rows in self.client_rows().items():
-                if len(rows):
-                    scope = f"client:{task.site(self.seed, client)}"
-                    scores = training.evaluate(model, task, task.train, rows)
-                    self.record(scope, server_round, {ROWS: len(rows), **scores})
-            self._measure_sites(model)
+            OwnRows(self).measure_everywhere(model, self.priors)
             if self.save:
                 save_model(model, self.experiment, self.save)
         return metrics
-
-    def _measure_sites(self, model: nn.Module) -> None:
-        """Measure the last global model, and the sites' own ones, on own test rows."""
-        sites = OwnRows(self)
-        tuned = self.strategy.kind == "local_finetuning"
-        shifts = sites.shifts(model, self.priors)
-        for client, shift in shifts.items():
-            scopes = {GLOBAL: 0.0} if tuned else {GLOBAL: 0.0, OWN: shift}
-            sites.measure(model, client, scopes)
-        sites.measure_alone()
-        if tuned:
-            sites.train_on(model, self.experiment.rounds + 1, 1.0, choose=True)
 
     def with_fitted_task_head(
         self, server_round: int, arrays: ArrayRecord, model: Any
@@ -219,6 +201,7 @@ class CellStrategy(ReplyStrategy):
                 f"{self.cell.title}. Flower's log says which clients failed, and why "
                 "replies were dropped."
             )
+        # A plug-in's strategy need not be one that fits heads, which have priors.
         self.cell.priors[:] = getattr(self, "priors", ())
         last = server_round == self.cell.experiment.rounds
         if last and self.cell.strategy.fit_at_end:
@@ -237,7 +220,7 @@ class CellStrategy(ReplyStrategy):
         for client, loss in sorted(losses.items()):
             site = self.cell.task.site(self.cell.seed, client)
             metrics = {"train-loss": loss}
-            self.cell.record(f"client:{site}", self.current_round, metrics)
+            self.cell.record(f"{OF_CLIENT}{site}", self.current_round, metrics)
         return MetricRecord()
 
 
@@ -367,8 +350,7 @@ def _run_alone(cell: CellRun) -> None:
     sites = OwnRows(cell)
     sites.measure_alone()
     rounds = range(1, cell.experiment.rounds + 1)
-    epochs = sum(map(cell.experiment.epochs, rounds))
-    sites.train_on(cell.model(), 1, epochs, choose=False)
+    sites.train_on(cell.model(), sum(map(cell.experiment.epochs, rounds)))
 
 
 #: How a kind of strategy runs. Plug-ins add theirs, and what refuses wrong ones to

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import torch
 from flwr.app import ArrayRecord
 from numpy import ndarray
 from numpy.random import default_rng
-from torch import nn
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.data.partition import (
     parse_partition,
     partition_keys,
-    rows_by_number,
 )
 from fedrot.simulations.data.read import clean
 from fedrot.simulations.models import load_tensors, tensors_of
-from fedrot.simulations.site_gains import ALONE, OWN, TEST_ROWS
+from fedrot.simulations.site_gains import ALONE, GLOBAL, OF_SITE, OWN, TEST_ROWS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task
 from fedrot.task_head.outputs import OUTPUT_KINDS
@@ -55,26 +54,27 @@ def own_test_rows(task: Task, seed: int, client: int) -> ndarray:
         return np.flatnonzero([clean(cell) in values for cell in test.columns[column]])
     # The classes of scores depend on all scores.
     keys, _ = partition_keys(np.concatenate([train.labels, test.labels]))
-    members = rows_by_number(keys[len(train) :])
-    there = np.array([*map(len, members)])
-    counts = np.bincount(keys[rows], minlength=len(there))[: len(there)] * (there > 0)
-    shares = counts / max(counts.sum(), 1)
-    without_repetition = min(there[counts > 0] / shares[counts > 0], default=0)
-    wanted = np.rint(shares * min(MOST, max(FEWEST, without_repetition))).astype(int)
+    of_test = keys[len(train) :]
+    there = pd.Series(of_test).value_counts()
+    counts, there = pd.Series(keys[rows]).value_counts().align(there, join="inner")
+    shares = counts / counts.sum()
+    without_repetition = (there / shares).min()
+    size = np.clip(without_repetition, FEWEST, MOST)
     rng = default_rng([seed, client, MOST])
-    drawn = [
-        rng.choice(part, size, replace=size > len(part))
-        for part, size in zip(members, wanted, strict=True)
-    ]
-    return np.sort(np.concatenate(drawn))
+    drawn: list[int] = []
+    for key, wanted in (shares * size).round().astype(int).items():
+        shuffled = rng.permutation(np.flatnonzero(of_test == key))
+        # Beyond their number, rows repeat.
+        drawn += np.resize(shuffled, wanted).tolist()
+    return np.array(sorted(drawn), dtype=np.int64)
 
 
 class OwnRows:
     """The sites of a cell, to measure models on each site's own test rows.
 
-    A site has rows of three scopes: ``own:SITE`` of its own model, ``own-global:SITE``
-    of the global model, ``own-alone:SITE`` of alone (head). Each has the number of test
-    rows, the headline metric and the loss.
+    Rows of a site have the scope ``site:SITE``: the number of test rows, and the
+    headline metric and the loss of its own model (``own-loss``), of the global model
+    (``global-loss``) and of alone (head) (``alone-loss``).
     """
 
     def __init__(self, cell: CellRun) -> None:
@@ -84,47 +84,39 @@ class OwnRows:
         #: Whether models have a task head whose bias can have a site's priors.
         self.fits = self.task.objective.classifies and not self.task.data.domains
 
-    def measure(self, model: nn.Module, client: int, shifts: Mapping[str, Any]) -> None:
+    def measure(self, model: Any, client: int, whose: str, shift: Any = 0.0) -> None:
         """Add rows of a model at one site, if it has test rows.
 
-        Args:
-            shifts: by scope, what is added to the logits of a classifier: 0, or
-                ``[outputs]``. Other models are measured as they are.
+        ``whose`` is the start of the metrics' names. ``shift`` is added to the model's
+        logits: a number, or ``[outputs]``.
         """
         task = self.task
-        objective: Any = task.objective
-        rows = own_test_rows(task, self.cell.seed, client)
-        if not len(rows):
+        seed = self.cell.seed
+
+        def shifted(_: object, __: object, answer: Any) -> Any:
+            answer.logits = answer.logits + shift
+            return answer
+
+        if not len(rows := own_test_rows(task, seed, client)):
             return
-        if self.fits:
-            with torch.inference_mode():
-                logits = objective.logits(model.eval(), task.test, rows)
-        else:
+        with model.register_forward_hook(shifted):
             scores = training.evaluate(model, task, task.test, rows)
-        site = task.site(self.cell.seed, client)
-        for scope, shift in shifts.items():
-            if self.fits:
-                scores = objective.scores(logits + np.asarray(shift), task.test, rows)
-            metrics = {name: scores[name] for name in (objective.metrics[0], "loss")}
-            metrics[TEST_ROWS] = len(np.unique(rows))
-            self.cell.record(f"{scope}{site}", self.cell.experiment.rounds, metrics)
+        metrics: dict[str, float] = {TEST_ROWS: len(np.unique(rows))}
+        for name in (task.objective.metrics[0], "loss"):
+            metrics[f"{whose}{name}"] = scores[name]
+        scope = f"{OF_SITE}{task.site(seed, client)}"
+        self.cell.record(scope, self.cell.experiment.rounds, metrics)
 
-    def shifts(self, model: Any, priors: Sequence[float] = ()) -> Mapping[int, Any]:
-        """Return what each site adds to a model's logits.
-
-        Without ``priors``, those of all clients' training rows are in its head.
-        """
-        if not self.fits:
-            return dict.fromkeys(self.clients, 0.0)
-        counts = {}
-        for client, rows in self.clients.items():
-            batches = training.step_batches(self.task, model, rows, len(rows), 64, 0)
-            # The residuals of a regression that diverged may be no numbers.
-            counts[client] = collect_counts(model, batches).nan_to_num()
-        name = model.config.problem_type
-        total = torch.stack([*counts.values()]).sum(0)
-        of_all = torch.tensor(priors) if priors else OUTPUT_KINDS[name].priors(total)
-        return {client: site_shift(of_all, counts[client], name) for client in counts}
+    def measure_everywhere(self, model: Any, priors: Sequence[float]) -> None:
+        """Add rows of the last global model, and of the sites' own ones."""
+        tuned = self.cell.strategy.kind == "local_finetuning"
+        for client, shift in self._shifts(model, priors).items():
+            self.measure(model, client, GLOBAL)
+            if not tuned:
+                self.measure(model, client, OWN, shift)
+        self.measure_alone()
+        if tuned:
+            self.train_on(model, 1.0)
 
     def measure_alone(self) -> None:
         """Add rows of heads of the first model, each fitted to one site's sums.
@@ -137,34 +129,52 @@ class OwnRows:
             return
         model = cell.model()
         first = ArrayRecord(tensors_of(model))
-        shifts = self.shifts(model)
+        shifts = self._shifts(model)
         for place, client in enumerate(self.clients):
             try:
                 result = cell.fit(cell.grid.of([place]), first, model)
             except FedrotError:  # The site holds no rows out, or the model has no head.
                 continue
             load_tensors(model, result.arrays.to_torch_state_dict())
-            shift = shifts[client] if result.reason else 0.0
-            self.measure(model, client, {ALONE: shift})
+            self.measure(model, client, ALONE, shifts[client] if result.reason else 0.0)
 
-    def train_on(
-        self, model: nn.Module, server_round: int, epochs: float, choose: bool
-    ) -> None:
+    def train_on(self, model: Any, epochs: float) -> None:
         """Train a model on at each site alone, and add rows of the sites' models.
 
-        To ``choose``, each site keeps the model as it was, unless the loss on the rows
-        that it holds out falls.
+        If held-out rows choose, a site keeps the model as it was, unless the loss on
+        those that it holds out falls.
         """
-        task, seed = self.task, self.cell.seed
+        cell = self.cell
         before = tensors_of(model)
         for client, rows in self.clients.items():
             load_tensors(model, before)
-            _, held_out = task.client_rows(seed, client)
-            old = training.evaluate(model, task, task.train, held_out)
-            stream = (seed * 1_000 + server_round) * 1_000 + client
-            training.train(model, task, rows, stream, epochs, self.cell.job["lr"])
-            new = training.evaluate(model, task, task.train, held_out)
-            if choose and not new["loss"] < old["loss"]:
+            old = self._held_out_loss(model, client)
+            stream = (cell.seed * 1_000 + cell.experiment.rounds + 1) * 1_000 + client
+            training.train(model, self.task, rows, stream, epochs, cell.job["lr"])
+            falls = self._held_out_loss(model, client) < old
+            if cell.strategy.chooses and not falls:
                 load_tensors(model, before)
-            self.measure(model, client, {OWN: 0.0})
+            self.measure(model, client, OWN)
         load_tensors(model, before)
+
+    def _held_out_loss(self, model: Any, client: int) -> float:
+        _, rows = self.task.client_rows(self.cell.seed, client)
+        return training.evaluate(model, self.task, self.task.train, rows)["loss"]
+
+    def _shifts(self, model: Any, priors: Sequence[float] = ()) -> dict[int, Any]:
+        """Return what each site adds to a model's logits.
+
+        Without ``priors``, those of all clients' training rows are in its head.
+        """
+        if not self.fits:
+            return dict.fromkeys(self.clients, 0.0)
+        counts = {}
+        for client, rows in self.clients.items():
+            batches = training.step_batches(self.task, model, rows, len(rows), 64, 0)
+            # The residuals of a regression that diverged may be no numbers.
+            counts[client] = collect_counts(model, batches).nan_to_num()
+        name = model.config.problem_type
+        of_all = torch.tensor(priors)
+        if not priors:
+            of_all = OUTPUT_KINDS[name].priors(sum(counts.values()))
+        return {client: site_shift(of_all, counts[client], name) for client in counts}

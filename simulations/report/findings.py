@@ -7,7 +7,6 @@ from math import isnan
 
 from fedrot.simulations.paired import LOWER_IS_BETTER, ROUNDING
 from fedrot.simulations.report.tables import (
-    NONE,
     format_difference,
     format_interval,
     number,
@@ -19,6 +18,12 @@ from fedrot.simulations.summary import Standing, Verdict, span
 
 #: Most sites whose gains are named.
 MOST_NAMED = 8
+#: What sites shall do for their own rows, by how the federation is against alone.
+JOINING = {
+    "better": "join",
+    "worse": "stay alone",
+    "same": "joining changes nothing",
+}
 #: What the strategies of each judgement are called; the reference is named in it.
 JUDGED = {
     "better": "Also better than {}",
@@ -33,7 +38,7 @@ JUDGED = {
 def lead(verdict: Verdict) -> str:
     """Return what to use, what it gains most, and what other strategies are best in.
 
-    The first sentence has the sites' gain, if it is known.
+    The first sentence is about the sites, if what they gain is known.
     """
     ours = verdict.recommended
     rest = ""
@@ -65,28 +70,27 @@ def lead(verdict: Verdict) -> str:
     best = []
     if verdict.learned and len(verdict.standings) > 1:
         best = [_best(verdict, metric) for metric in verdict.judged if metric != "loss"]
-    return f"{advice}{_for_sites(verdict)}.{rest}{''.join(best)}"
+    return f"{_for_sites(verdict)}{advice}.{rest}{''.join(best)}"
 
 
 def _for_sites(verdict: Verdict) -> str:
-    """Return what a strategy is worth on all labels, and what it gives the sites."""
+    """Return whether sites shall join, and what the model is worth on all labels.
+
+    It is empty if that is unknown.
+    """
     ours, sites = verdict.for_sites, verdict.sites
     if ours is None or sites is None:
         return ""
-    gain = sites.gains[ours.name]
-    texts = {
-        "better": f"sites are better with {ours.name} than alone: {gain.better}",
-        "worse": f"sites are better alone than with {ours.name}: {gain.worse}",
-    }
-    undecided = f"{ours.name} and alone differ by noise; better with it: {gain.better}"
+    against = sites.against[ours.name]
+    advice = JOINING.get(against.verdict, "joining and staying alone differ by noise")
+    judgement = "worse" if against.verdict == "worse" else "better"
+    count = sites.count(ours.name, judgement)
     headline = verdict.judged[0]
-    text = texts.get(gain.against.verdict, undecided)
     return (
-        f"; on all labels {ours.name} has {spoken(headline)} "
-        f"{number(ours.mean(headline))}; on their own rows {text} of "
-        f"{len(gain.differences)}, by {spoken(sites.metric)} "
-        f"{format_interval(gain.against, '+')} (mean over sites, 95 % interval over "
-        f"{sites.over}, against {sites.alone})"
+        f"For own rows, {advice}: {count} sites are {judgement} with {ours.name} than "
+        f"alone, in {spoken(sites.metric)}: {format_interval(against, '+')} (mean over "
+        f"sites against {sites.alone}, 95 % interval over {sites.over}); on all labels "
+        f"{ours.name} has {spoken(headline)} {number(ours.mean(headline))}. "
     )
 
 
@@ -114,7 +118,7 @@ def _best(verdict: Verdict, metric: str) -> str:
 def sentences(verdict: Verdict) -> list[str]:
     """Return the sentences below ``lead``.
 
-    They tell gains, noise, the worst client, messages, other strategies, and notes.
+    They tell gains, noise, messages, other strategies, and notes.
     """
     ours = verdict.recommended
     if ours is verdict.reference:
@@ -132,21 +136,21 @@ def _who_gains(verdict: Verdict) -> Iterator[str]:
     ours, sites = verdict.for_sites, verdict.sites
     if ours is None or sites is None:
         return
-    gains = sites.sign * sites.gains[ours.name].differences
+    gains = sites.gains[ours.name].sort_values(ascending=False)
     texts = [
         f"{site} {number(sites.sign * gain, '+')} ({of_rows(sites.rows[site])})"
-        for site, gain in gains.sort_values(ascending=False).items()
+        for site, gain in gains.items()
     ]
     half = MOST_NAMED // 2
     if len(texts) > MOST_NAMED:
         texts[half:-half] = ["..."]
     yield (
-        f"Sites by what {ours.name} gains beside alone (test rows; few are below "
-        f"{FEW_ROWS}): {', '.join(texts)}"
+        f"Who gains by {ours.name}, in {spoken(sites.metric)} beside alone (test rows; "
+        f"few are below {FEW_ROWS}): {', '.join(texts)}"
     )
-    best = max(sites.gains, key=sites.mean)
+    best = str(sites.gains.mean().idxmax())
     if best != ours.name:
-        mean = number(abs(sites.mean(best)))
+        mean = number(sites.values[best].mean())
         yield f"Best on own rows: {best}, {spoken(sites.metric)} {mean}"
 
 
@@ -181,27 +185,14 @@ def _noise(verdict: Verdict) -> Iterator[str]:
 
 
 def _costs(verdict: Verdict) -> Iterator[str]:
-    """Yield the worst client's metric and the messages, beside the reference's."""
+    """Yield the size and number of messages, beside the reference's."""
     ours = verdict.recommended
     reference = verdict.reference
-    metric = spoken(verdict.judged[0])
-    worst = _worst(ours)
     messages = _messages(ours)
     if ours is not reference:
-        worst += f", {reference.name} {_worst(reference)}"
         messages += f"; {reference.name} {_messages(reference)}"
-    if not isnan(ours.worst):
-        yield (
-            f"Worst client, on its own held-out rows: {metric} {worst}; "
-            f"{verdict.measured} clients have such rows"
-        )
     if not isnan(ours.megabytes):
         yield f"All messages of the run: {messages}"
-
-
-def _worst(standing: Standing) -> str:
-    """Return the worst client's metric and its rows: ``0.500 (rows: 3 to 4)``."""
-    return f"{number(standing.worst)} (rows: {span(standing.worst_rows or NONE)})"
 
 
 def _messages(standing: Standing) -> str:

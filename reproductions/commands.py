@@ -50,15 +50,12 @@ def repeat(
     """Repeat a page of docs/results: experiments, or loss barriers."""
     file = file if file.suffix else GRIDS / f"{file}.toml"
     if "\n[[task]]" not in file.read_text("utf-8"):
-        from fedrot.simulations.run_folder import read_run
         from fedrot.simulations.simulate import simulate
-        from reproductions.report.subsets import TEXT, subset_table
 
-        given = {} if data_dir is None else {"data_dir": data_dir}
-        found, machine = read_experiments(file, given), Machine(workers, ray)
-        simulate(found, out, command_line(), console, machine, dry_run=dry_run)
-        if not dry_run and (subsets := subset_table(read_run(out))):
-            console.print(TEXT, *subsets.blocks(), sep="\n\n")
+        fields = {} if data_dir is None else {"data_dir": data_dir}
+        experiments = read_experiments(file, fields)
+        machine = Machine(workers, ray)
+        simulate(experiments, out, command_line(), console, machine, dry_run=dry_run)
         return
     for name, value in {"ray": ray, "dry-run": dry_run}.items():
         if value:

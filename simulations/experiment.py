@@ -48,7 +48,7 @@ CLIENTS = 4
 #: The largest number of seeds. A larger number is probably a seed.
 MOST_SEEDS = 10_000
 #: Settings that some tasks have, and the trait of these tasks.
-_NEEDS = {"label_kind": "classifies", "unseen_data": "joins_domains", "lora": "peft"}
+_NEEDS = {"label_kind": "classifies", "lora": "peft"}
 #: Settings that have an effect only on a small model from scratch.
 OF_SMALL_MODEL = {"architecture", "layers", "width", "heads", "dropout"}
 

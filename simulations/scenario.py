@@ -59,7 +59,6 @@ class Scenario(BaseModel):
     data: str = Field(
         "", description="File, folder, bundled or hub name; several: domains."
     )
-    unseen_data: str = Field("", description="Data of further domains, for tests only.")
     task: str = Field(
         "classification", description="classification, mlm, clm, ner or image."
     )

@@ -280,11 +280,10 @@ def default_strategies(experiment: Settings, classifies: bool) -> list[str]:
         classifies: whether the task has a head that can be fitted.
     """
     lora = experiment["lora"]
-    names = data_names(str(experiment["data"]), experiment["data_dir"])
-    domains = len(names) > 1 or experiment["unseen_data"]
+    domains = data_names(str(experiment["data"]), experiment["data_dir"])
     heads = []
     alone = []
-    if classifies and experiment["holdout"] and not domains:
+    if classifies and experiment["holdout"] and len(domains) < 2:
         heads = ["fedavg_head", "head_only", "fit_head"]
         alone = ["alone"]
     if lora and isinstance(lora, Mapping):

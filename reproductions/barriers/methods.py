@@ -20,7 +20,6 @@ from fedrot.collect.random_inputs import random_inputs
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry import WHOLE_MODEL, Symmetry
 from fedrot.symmetry.canonical import canonical, check_rotates
-from reproductions.barriers.invalid_controls import ignore_heads
 from reproductions.ensemble import with_state
 from reproductions.learning import LearningOptions
 
@@ -119,7 +118,6 @@ METHODS: dict[str, MatchingMethod] = {
     "verma-ffn": _verma("ffn"),
     "verma-attention": _verma("heads", "attention"),
     "verma-monotonic": _verma("attention", "ffn"),
-    "verma-ignore-heads": _verma("ffn", refine=ignore_heads),
     "verma-heads": _verma("heads", "attention", "ffn"),
     "verma-stream-first": _verma("residual"),
     "verma-stream-last": _verma("residual", residual="last"),

@@ -5,6 +5,7 @@ docs/results/heads.md.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,8 @@ import typer
 from reproductions.heads.arms import ARMS, RIVALS, Arm
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from reproductions.heads.federation import Federation
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -20,6 +23,13 @@ OURS, METRICS = "ours-lowest", ("accuracy", "macro_f1", "loss", "ece", "worst")
 #: Parameters of a layer, and numbers of a triangle of sums for width 384 and seven
 #: classes.
 LAYER, SUMS = 1_774_464, 384 * 385 // 2 + 7 * 385
+#: What identifies a run of a cell.
+RUN = ["data", "skew", "seed"]
+
+DataDir = Annotated[Path, typer.Option(help="Folder of the data card.")]
+Out = Annotated[
+    Path, typer.Option(help="File of rows, one JSON object a line; it is continued.")
+]
 
 
 @app.command()
@@ -27,11 +37,8 @@ def run(
     data: str,
     skew: float,
     seed: int,
-    data_dir: Annotated[Path, typer.Option(help="Folder of the data card.")],
-    out: Annotated[
-        Path,
-        typer.Option(help="File of rows, one JSON object a line; it is continued."),
-    ],
+    data_dir: DataDir,
+    out: Out,
     arms: Annotated[
         str, typer.Option(help="Names in arms.py, separated by commas.")
     ] = ",".join(ARMS),
@@ -47,20 +54,21 @@ def run(
     from reproductions.heads.rounds import play
 
     federation = federation_of(data, skew, seed, data_dir, layers, pooling)
-    place = {
-        "data": data,
-        "skew": skew,
-        "seed": seed,
-        "pooling": pooling,
-        "layers": layers,
-    }
+    place = dict(zip(RUN, (data, skew, seed), strict=True))
+    place |= {"pooling": pooling, "layers": layers, "rounds": rounds}
     for name in arms.split(","):
         arm = ARMS[name]
-        told = place | {"rounds": rounds, "arm": name, "rate": arm.rate}
-        found = [told | row for row in play(federation, arm, rounds)]
-        with out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in found)
-        typer.echo(found[-1])
+        told = place | {"arm": name, "rate": arm.rate}
+        # An arm is written as a whole or not at all.
+        rows = [told | row for row in play(federation, arm, rounds)]
+        append(out, rows)
+        typer.echo(rows[-1])
+
+
+def append(out: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write each row to the end of a file as soon as it is there."""
+    with out.open("a", buffering=1, encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def federation_of(
@@ -92,8 +100,8 @@ def sites(
     data: str,
     skew: float,
     seed: int,
-    data_dir: Annotated[Path, typer.Option(help="Folder of the data card.")],
-    out: Annotated[Path, typer.Option(help="File of rows, which is continued.")],
+    data_dir: DataDir,
+    out: Out,
     arms: Annotated[str, typer.Option(help="Names in sites.py.")] = "",
     rates: Annotated[str, typer.Option(help="In place of RATES: alone=1e-4,...")] = "",
     rounds: int = 5,
@@ -102,21 +110,16 @@ def sites(
     from reproductions.heads.sites import RATES, SITE_ARMS, site_rows
 
     federation = federation_of(data, skew, seed, data_dir, bfloat16=True)
-    place = {"data": data, "skew": skew, "seed": seed}
+    place = dict(zip(RUN, (data, skew, seed), strict=True))
     pairs = [pair.split("=") for pair in rates.split(",") if pair]
     chosen = RATES | {name: float(rate) for name, rate in pairs}
     names = arms.split(",") if arms else SITE_ARMS
-    for row in site_rows(federation, names, rounds, chosen):
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(place | row) + "\n")
+    rows = site_rows(federation, names, rounds, chosen)
+    append(out, (place | row for row in rows))
 
 
 @app.command()
-def sites_gains(
-    rows: Path,
-    out: Path,
-    data_dir: Annotated[Path, typer.Option(help="Folder of the data card.")],
-) -> None:
+def sites_gains(rows: Path, out: Path, data_dir: DataDir) -> None:
     """Write OUT, a Parquet file: ROWS of `sites` with gains over each site alone."""
     import pandas
 
@@ -143,36 +146,57 @@ def sites_table(rows: Path, ours: str = "ours-lowest/own") -> None:
     """
     import pandas
 
-    from fedrot.simulations.cli.commands import console
-    from fedrot.simulations.report.tables import Table
     from reproductions.heads.cell import FEWEST
     from reproductions.heads.sites import PERSONAL
 
     frame = pandas.read_parquet(rows)
     frame = frame[frame["site"] >= 0]
-    run = ["data", "skew", "seed"]
     large = frame[frame["rows"] >= FEWEST]
-    frame["not worse"] = frame["gain"] + 1.96 * frame["error"] >= 0
-    frame["better"] = frame["gain"] - 1.96 * frame["error"] > 0
+    half = 1.96 * frame["error"]
+    frame["not worse"] = frame["gain"] + half >= 0
+    frame["better"] = frame["gain"] - half > 0
     measures = ["accuracy", "balanced", "loss", "ece", "not worse", "better"]
-    means = frame.groupby(["arm", *run], observed=True)[measures].mean()
-    means["worst"] = large.groupby(["arm", *run], observed=True)["accuracy"].min()
+    means = frame.groupby(["arm", *RUN], observed=True)[measures].mean()
+    worst = large.groupby(["arm", *RUN], observed=True)["accuracy"].min()
+    means["worst site"] = worst
     accuracy = means["accuracy"].unstack("arm")
-    table = []
-    for arm, own in means.groupby("arm", observed=True).mean().iterrows():
-        figures = [f"{own[name]:.3f}" for name in (*measures, "worst")]
-        by = ahead(accuracy, ours, str(arm))
-        table.append((str(arm), str(accuracy[arm].count()), *figures, by))
-    table.sort(key=lambda line: line[2], reverse=True)
-    cells = []
-    for (data, skew), own in accuracy.groupby(["data", "skew"], observed=True):
-        best = own[[arm for arm in PERSONAL if arm in own]].mean().idxmax()
-        figures = [f"{own[arm].mean():.3f}" for arm in (best, ours)]
-        cells.append((str(data), f"{skew:g}", best, *figures, ahead(own, ours, best)))
-    header = ("arm", "runs", *measures, "worst site", "ours above")
-    console.print(Table("", header, table, header[:1]))
+    pooled = means.groupby("arm", observed=True).mean()
+    lines = []
+    for arm, of_arm in pooled.sort_values("accuracy", ascending=False).iterrows():
+        figures = [f"{value:.3f}" for value in of_arm]
+        runs = str(accuracy[arm].count())
+        lines.append((str(arm), runs, *figures, ahead(accuracy, ours, str(arm))))
+    show(("arm", "runs", *means, "ours above"), lines, texts=1)
     header = ("data", "skew", "best personal rival", "accuracy", "ours", "ours above")
-    console.print(Table("", header, cells, header[:3]))
+    show(header, lines_of_cells(accuracy, PERSONAL, ours), texts=3)
+
+
+def show(header: Sequence[str], lines: Sequence[Sequence[str]], texts: int) -> None:
+    """Print a table whose first columns are texts, the others numbers."""
+    from fedrot.simulations.cli.commands import console
+    from fedrot.simulations.report.tables import Table
+
+    console.print(Table("", header, lines, header[:texts]))
+
+
+def lines_of_cells(
+    measure: DataFrame, rivals: Iterable[str], ours: str, *others: str
+) -> list[tuple[str, ...]]:
+    """Return for each cell its best rival, the means of this and of ours, and by how
+    much ours is ahead of it and of others.
+
+    Args:
+        measure: a row for each run, a column for each arm.
+    """
+    lines = []
+    for (data, skew), runs in measure.groupby(["data", "skew"], observed=True):
+        mean = runs.mean()
+        best = mean[[arm for arm in rivals if arm in runs]].idxmax()
+        means = [f"{mean[arm]:.3f}" for arm in (best, ours)]
+        by = [ahead(runs, ours, arm) for arm in (best, *others)]
+        division = f"{skew:g}" if skew else "IID"
+        lines.append((str(data), division, best, *means, *by))
+    return lines
 
 
 def cost(arm: Arm, layers: int, rounds: int) -> tuple[str, str]:
@@ -182,28 +206,29 @@ def cost(arm: Arm, layers: int, rounds: int) -> tuple[str, str]:
     Four of eight clients train in a round; a fit asks all, and they keep the body that
     it sends for the next round. SCAFFOLD's variates are as large as the body.
     """
-    first, rounds = int(arm.start != ""), rounds if arm.rate else 0
-    fits = {"never": 0, "last": min(1, rounds), "every": rounds}[arm.fit]
-    passes, sent = (
-        first + fits * len(arm.steps),
-        rounds + max(0, rounds - first - max(0, fits - 1)),
-    )
-    bodies = (8 * (first + fits) + 4 * sent) * layers * LAYER * (1 + arm.scaffold)
-    return (
-        ("-", "-")
-        if arm.everyone
-        else (f"{4e-9 * (bodies + 8 * passes * SUMS):.2f}", str(passes))
-    )
+    if arm.everyone:
+        return "-", "-"
+    trained = rounds if arm.rate else 0
+    first = int(arm.start != "")
+    fits = {"never": 0, "last": min(1, trained), "every": trained}[arm.fit]
+    passes = first + fits * len(arm.steps)
+    sent = trained + max(0, trained - first - max(0, fits - 1))
+    bodies = (8 * (first + fits) + 4 * sent) * (1 + arm.scaffold)
+    numbers = bodies * layers * LAYER + 8 * passes * SUMS
+    return f"{4e-9 * numbers:.2f}", str(passes)
 
 
-def ahead(f1: Any, ours: str, arm: str) -> str:
+def ahead(measure: DataFrame, ours: str, arm: str) -> str:
     """Return the mean by which ours is ahead of an arm, with half of its paired 95 %
     interval.
     """
     from fedrot.simulations.paired import paired_difference
 
-    found = paired_difference((f1[ours] - f1[arm]).dropna().tolist())
-    return "-" if arm == ours else f"{found.mean:+.3f} ± {found.smallest:.3f}"
+    if arm == ours:
+        return "-"
+    differences = (measure[ours] - measure[arm]).dropna()
+    paired = paired_difference(differences.tolist())
+    return f"{paired.mean:+.3f} ± {paired.smallest:.3f}"
 
 
 @app.command()
@@ -219,45 +244,26 @@ def table(
     """
     import pandas
 
-    from fedrot.simulations.cli.commands import console
-    from fedrot.simulations.report.tables import Table
-
     lines = rows.suffix != ".parquet"
     frame = pandas.read_json(rows, lines=True) if lines else pandas.read_parquet(rows)
-    wanted = (
-        (frame["pooling"] == pooling)
-        & (frame["layers"] == layers)
-        & (frame["rounds"] == rounds)
-    )
-    final = frame[wanted & frame["macro_f1"].notna()]
-    wide = {
-        m: final.pivot_table(m, ["data", "skew", "seed"], "arm", observed=True)
-        for m in METRICS
-    }
-    f1, accuracy, cells, pooled = wide["macro_f1"], wide["accuracy"], [], []
-    for (data, skew), own in f1.groupby(["data", "skew"]):
-        mean = own.mean()
-        best = mean[[arm for arm in RIVALS if arm in own]].idxmax()
-        means = (f"{mean[arm]:.3f}" for arm in (best, ours))
-        by = (ahead(own, ours, arm) for arm in (best, "fedavg+fit"))
-        cells.append((data, f"{skew:g}" if skew else "IID", best, *means, *by))
+    setting = {"pooling": pooling, "layers": layers, "rounds": rounds}
+    wanted = (frame[[*setting]] == [*setting.values()]).all(axis=1)
+    # Rounds before the last have no measures.
+    final = frame[wanted].dropna(subset="macro_f1")
+    wide = final.pivot_table([*METRICS], RUN, "arm", observed=True)
+    f1, accuracy = wide["macro_f1"], wide["accuracy"]
+    every = accuracy.get("central", float("nan"))
+    pooled = []
     for arm in f1.mean().sort_values(ascending=False).index:
-        values = tuple(f"{wide[metric][arm].mean():.3f}" for metric in METRICS)
-        kept = f"{(accuracy[arm] / accuracy.get('central', float('nan'))).mean():.3f}"
+        figures = [f"{wide[metric, arm].mean():.3f}" for metric in METRICS]
+        share = f"{(accuracy[arm] / every).mean():.3f}"
         paid = cost(ARMS[arm], layers, rounds) if arm in ARMS else ("", "")
-        pooled.append((arm, *values, kept, *paid, ahead(f1, ours, arm)))
-    header = (
-        "data",
-        "skew",
-        "best rival",
-        "macro F1",
-        "ours",
-        "ahead of it",
-        "ahead of FedAvg + fit",
-    )
-    console.print(Table("", header, cells, header[:3]))
+        pooled.append((arm, *figures, share, *paid, ahead(f1, ours, arm)))
+    header = ("data", "skew", "best rival", "macro F1", "ours", "ahead of it")
+    cells = lines_of_cells(f1, RIVALS, ours, "fedavg+fit")
+    show((*header, "ahead of FedAvg + fit"), cells, texts=3)
     more = ("share of central", "GB", "passes", "F1 of ours above")
-    console.print(Table("", ("arm", *METRICS, *more), pooled, ("arm",)))
+    show(("arm", *METRICS, *more), pooled, texts=1)
 
 
 if __name__ == "__main__":

@@ -53,27 +53,27 @@ class Cell:
             np.concatenate([own[: round(HELD_OUT * len(own))] for own in mixed])
         )
         self.training = np.setdiff1d(rows, self.held_out)
-        self.test, self.classes = (
-            np.arange(len(client), len(labels)),
-            int(labels.max()) + 1,
-        )
+        self.test = np.arange(len(client), len(labels))
+        self.classes = int(labels.max()) + 1
         self.counts = self.counted(self.training)
+
+    def of_client(self, rows: Array, number: int) -> Array:
+        """Return those of some rows that a client has."""
+        return rows[self.client[rows] == number]
 
     def counted(self, rows: Array) -> Array:
         """Return the numbers of some rows by client and class, ``[clients,
         classes]``.
         """
-        own = [
-            self.labels[rows[self.client[rows] == number]] for number in range(CLIENTS)
-        ]
-        return np.stack([np.bincount(labels, minlength=self.classes) for labels in own])
+        counts = np.zeros((CLIENTS, self.classes), np.int64)
+        np.add.at(counts, (self.client[rows], self.labels[rows]), 1)
+        return counts
 
     def batches(self, number: int) -> list[Array]:
         """Return each client's training rows in the order of a round."""
-        rows = np.random.default_rng([self.seed, 2, number + 100]).permutation(
-            self.training
-        )
-        return [rows[self.client[rows] == client] for client in range(CLIENTS)]
+        rng = np.random.default_rng([self.seed, 2, number + 100])
+        rows = rng.permutation(self.training)
+        return [self.of_client(rows, client) for client in range(CLIENTS)]
 
     def worst(self, guess: Array) -> float:
         """Return the worst client's accuracy: recalls of test rows, weighted by its own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -98,18 +98,34 @@ def drawn(
         noise = torch.randn(number, len(covariance), generator=generator).double()
         found.append(own.mean(0) + noise @ torch.linalg.cholesky(covariance).mT)
         targets += [c] * number
-    x, y = functional.pad(torch.cat(found), (0, 1), value=1.0), torch.tensor(targets)
-    head = torch.zeros(classes, x.shape[1]).double().requires_grad_()
-    optimiser = torch.optim.LBFGS([head], max_iter=100, line_search_fn="strong_wolfe")
+    x, y = with_ones(torch.cat(found)), torch.tensor(targets)
 
-    def loss() -> Tensor:
+    def loss(head: Tensor) -> Tensor:
+        losses = functional.cross_entropy(x @ head.mT, y)
+        return losses + 1e-4 * head.square().sum()
+
+    head = minimum(loss, torch.zeros(classes, x.shape[1]).double())
+    return head[None, :, :-1], head[None, :, -1]
+
+
+def with_ones(features: Tensor) -> Tensor:
+    """Return features with a column of ones, for a bias; float64."""
+    return functional.pad(features.double(), (0, 1), value=1.0)
+
+
+def minimum(loss: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
+    """Return where a loss is lowest, by L-BFGS from a start."""
+    place = start.clone().requires_grad_()
+    optimiser = torch.optim.LBFGS([place], max_iter=100, line_search_fn="strong_wolfe")
+
+    def step() -> Tensor:
         optimiser.zero_grad()
-        value = functional.cross_entropy(x @ head.mT, y) + 1e-4 * head.square().sum()
+        value = loss(place)
         value.backward()
         return value
 
-    optimiser.step(loss)
-    return head.detach()[None, :, :-1], head.detach()[None, :, -1]
+    optimiser.step(step)
+    return place.detach()
 
 
 def fourier(
@@ -131,6 +147,11 @@ def fourier(
     )
     phases = 2 * torch.pi * torch.rand(size, generator=generator).double()
     return ((features.double() - mean) @ turns + phases).cos() * (2 / size) ** 0.5
+
+
+def flattened(head: Head) -> Tensor:
+    """Return a head as the last of flat parameters, float32."""
+    return torch.cat([part.flatten().float() for part in head])
 
 
 def scores(features: Tensor, head: Head) -> Tensor:

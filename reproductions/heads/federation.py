@@ -18,17 +18,16 @@ from torch.nn import functional
 from fedrot.simulations.tasks.scores import evaluate_predictions
 from fedrot.task_head.choice import SHRINKAGES
 from fedrot.task_head.fit import fitted_task_heads
+from fedrot.task_head.sums import ClassSums
 from reproductions.heads import closed
 from reproductions.heads.arms import Arm
 from reproductions.heads.cell import CLIENTS, Array, Cell
 
 #: Rows of a step of training, and rows that are read at once without gradients.
 BATCH, READ = 16, 256
-PROBE_RATES, PROBE_ROUNDS, KERNEL_WIDTHS = (
-    (1e-3, 3e-3, 1e-2, 3e-2),
-    10,
-    (0.25, 1.0, 4.0),
-)
+#: LP-FT's probes, and the kernels of random Fourier features.
+PROBE_RATES, PROBE_ROUNDS = (1e-3, 3e-3, 1e-2, 3e-2), 10
+KERNEL_WIDTHS = (0.25, 1.0, 4.0)
 
 
 def epoch(
@@ -97,27 +96,22 @@ class Federation:
         bert.encoder.layer = every[: len(every) - layers]
         with torch.no_grad():
             ids = torch.from_numpy(cell.ids).split(READ)
-            self.hidden = torch.cat(
-                [bert(part, attention_mask=part > 0)[0] for part in ids]
-            )
+            states = [bert(part, attention_mask=part > 0)[0] for part in ids]
+        self.hidden = torch.cat(states)
         bert.encoder.layer, bert.embeddings = every[len(every) - layers :], Given()
         bert.pooler = bert.pooler if pooling == "pooler" else None
         self.width = self.hidden.shape[2]
         self.size = cell.classes * (self.width + 1)  # of the head
-        head = 0.02 * torch.randn(
-            self.size, generator=torch.Generator().manual_seed(cell.seed)
-        )
+        generator = torch.Generator().manual_seed(cell.seed)
+        head = 0.02 * torch.randn(self.size, generator=generator)
         head[-cell.classes :] = 0
-        self.start = torch.cat(
-            [*(part.detach().flatten() for part in bert.parameters()), head]
-        )
+        body = nn.utils.parameters_to_vector(bert.parameters()).detach()
+        self.start = torch.cat([body, head])
 
     def read(self, flat: Tensor, rows: Array) -> Tensor:
         """Return what the head of a model reads at some rows."""
-        tokens, lengths = (
-            int(self.lengths[rows].max()),
-            torch.from_numpy(self.lengths[rows]),
-        )
+        lengths = torch.from_numpy(self.lengths[rows])
+        tokens = int(lengths.max())
         mask = torch.arange(tokens) < lengths[:, None]
         named = dict(self.bert.named_parameters())
         parts = flat[: -self.size].split([part.numel() for part in named.values()])
@@ -136,18 +130,20 @@ class Federation:
         """Return the same for many rows."""
         order = np.argsort(self.lengths[rows], kind="stable")
         places = np.split(order, range(READ, len(order), READ))
-        return torch.cat([self.read(flat, rows[part]) for part in places])[
-            np.argsort(order)
-        ]
+        features = torch.cat([self.read(flat, rows[part]) for part in places])
+        return features[np.argsort(order)]
 
     def head(self, flat: Tensor) -> closed.Head:
         """Return the head of flat parameters, or the heads of several ``[models,
         parameters]``.
         """
-        weight, bias = flat[..., -self.size :].tensor_split(
-            [-self.cell.classes], dim=-1
-        )
-        return weight.unflatten(-1, (self.cell.classes, -1)), bias
+        classes = self.cell.classes
+        weight, bias = flat[..., -self.size :].tensor_split([-classes], dim=-1)
+        return weight.unflatten(-1, (classes, -1)), bias
+
+    def with_head(self, flat: Tensor, head: closed.Head) -> Tensor:
+        """Return flat parameters with another head."""
+        return torch.cat([flat[: -self.size], closed.flattened(head)])
 
     def loss(
         self, flat: Tensor, rows: Array, read: Any = None, offset: Tensor | float = 0.0
@@ -164,6 +160,10 @@ class Federation:
         rows = torch.from_numpy(self.cell.counts[clients].sum(1))
         return (rows / rows.sum()) @ torch.stack([*flats])
 
+    def sums(self, features: Tensor, rows: Array) -> ClassSums:
+        """Return the sums over rows with these features."""
+        return closed.sums_of(features, self.labels[rows], self.cell.classes)
+
     def heads(self, kind: str, features: Tensor) -> closed.Head:
         """Return the candidates of a kind, fitted to features of the training rows."""
         cell, labels = self.cell, self.labels[self.cell.training]
@@ -171,7 +171,7 @@ class Federation:
             return self._probed(features)
         if kind == "ccvr":
             return closed.drawn(features, labels, cell.classes, cell.seed)
-        total = closed.sums_of(features, labels, cell.classes)
+        total = self.sums(features, cell.training)
         if kind == "fedcof":
             client = torch.from_numpy(cell.client[cell.training])
             total = closed.from_means(features, labels, client, cell.classes)
@@ -208,46 +208,31 @@ class Federation:
         A head of its own keeps its scale; only what is measured is at the best
         temperature.
         """
-        held, labels = (
-            self.features(flat, self.cell.held_out),
-            self.labels[self.cell.held_out],
-        )
+        training, rows = self.cell.training, self.cell.held_out
+        held, labels = self.features(flat, rows), self.labels[rows]
         if not kind:
-            return Model(
-                flat,
-                *closed.calibrated(held, labels, self.head(flat[None])),
-                nn.Identity(),
-            )
-        features, found = self.features(flat, self.cell.training), []
+            head, losses = closed.calibrated(held, labels, self.head(flat[None]))
+            return Model(flat, head, losses, nn.Identity())
+        features = self.features(flat, training)
         maps: list[Any] = [nn.Identity()]
         if kind == "fourier":
-            total = closed.sums_of(
-                features, self.labels[self.cell.training], self.cell.classes
-            )
-            maps = [
-                partial(closed.fourier, total, width, self.cell.seed)
-                for width in KERNEL_WIDTHS
-            ]
+            mapped = partial(closed.fourier, self.sums(features, training))
+            maps = [partial(mapped, width, self.cell.seed) for width in KERNEL_WIDTHS]
+        models = []
         for reads in maps:
-            head, losses = closed.calibrated(
-                reads(held), labels, self.heads(kind, reads(features))
-            )
-            found.append(Model(flat, head, losses, reads))
-        best = min(found, key=lambda model: model.losses.mean())
+            heads = self.heads(kind, reads(features))
+            head, losses = closed.calibrated(reads(held), labels, heads)
+            models.append(Model(flat, head, losses, reads))
+        best = min(models, key=lambda model: model.losses.mean())
         if kind != "fourier":
-            best.flat = torch.cat(
-                [flat[: -self.size], *(part.flatten().float() for part in best.head)]
-            )
+            best.flat = self.with_head(flat, best.head)
         return best
 
     def measure(self, model: Model) -> dict[str, float]:
         """Return what is measured on test rows."""
         features = model.reads(self.features(model.flat, self.cell.test))
-        logits, names = (
-            closed.scores(features, model.head).numpy(),
-            ("accuracy", "macro_f1", "ece"),
-        )
-        found = evaluate_predictions(
-            "single", names, logits, self.cell.labels[self.cell.test]
-        )
+        logits = closed.scores(features, model.head).numpy()
+        labels = self.cell.labels[self.cell.test]
+        names = ("accuracy", "macro_f1", "ece")
+        found = evaluate_predictions("single", names, logits, labels)
         return found | {"worst": self.cell.worst(logits.argmax(1))}

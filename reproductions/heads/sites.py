@@ -7,7 +7,7 @@ each test row has its expected weight in place of a draw, which has no noise of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from fedrot.errors import UpdateError
 from fedrot.task_head.choice import REFERENCE, SHRINKAGES
 from fedrot.task_head.fit import fitted_task_heads
 from fedrot.task_head.losses import TEMPERATURES
+from fedrot.task_head.outputs import OUTPUT_KINDS, SINGLE
 from fedrot.task_head.site_head import site_shift
 from fedrot.task_head.sums import ClassSums
 from reproductions.heads import closed
@@ -35,18 +36,18 @@ from reproductions.heads.rounds import clients_of, play_all
 RATES = {"alone": 2e-4, "finetuning": 1e-4, "fedrep": 5e-4, "pfedfda": 2e-4}
 #: FedRep: epochs of a site's head in a round, and their rate.
 HEAD_EPOCHS, HEAD_RATE = 5, 1e-2
-#: Epochs of local fine-tuning among which a site's held-out rows choose.
-FINETUNED = (0, 1, 2)
+#: The most epochs of local fine-tuning; a site's held-out rows choose their number.
+FINETUNED = 2
 #: pFedFDA: shares of a site's own means and covariance in its mixture.
 MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)
 #: Of a head that is refined on own rows: the pull to the head of all clients.
 PULL = 3.0
 STRENGTHS = (0.3, 1.0, 3.0, 10.0, 30.0)
-#: Arms without any training.
-UNTRAINED = ("constant", "alone-head", "step0")
 #: All arms, in the order in which they are computed.
 SITE_ARMS = (
-    *UNTRAINED,
+    "constant",
+    "alone-head",
+    "step0",
     "alone",
     "fedavg",
     "fedavg+fit",
@@ -60,340 +61,316 @@ SITE_ARMS = (
 #: What a site can do without the priors of fedrot.
 PERSONAL = ("alone-head", "alone", "fedavg+finetuning", "fedrep", "pfedfda")
 
-#: Logits of the models of all sites at the test rows, ``[sites, rows, classes]``, by
-#: the name of an arm.
-Answers = Iterator[tuple[str, Tensor]]
-
 
 @dataclass(eq=False)
 class Sites:
     """The sites of a federation.
 
+    ``features`` are those of all rows, ``[rows, width]``; logits are those of the test
+    rows by the models of all sites, ``[sites, rows, classes]``.
+
     Attributes:
         federation: of a cell.
         rounds: of the arms that train.
         rates: in place of ``RATES``.
+        models: after the last round, by the name of an arm of ``arms.py``.
     """
 
     federation: Federation
     rounds: int
     rates: Mapping[str, float]
-
-    def read(self, flat: Tensor, rows: Array) -> Tensor:
-        """Return the features of rows; all rows are read at once, and kept."""
-        body = flat[: -self.federation.size]
-        last, features = vars(self).get("_read", (body[:0], body))
-        if not torch.equal(last, body):
-            every = np.arange(len(self.federation.labels))
-            features = self.federation.features(flat, every)
-            vars(self)["_read"] = body, features
-        return features[rows]
+    models: dict[str, Model] = field(default_factory=dict)
 
     @property
     def cell(self) -> Cell:
         """The cell of the federation."""
         return self.federation.cell
 
-    def own(self, rows: Array, site: int) -> Array:
-        """Return those of some rows that a site has."""
-        return rows[self.cell.client[rows] == site]
+    def features(self, flat: Tensor) -> Tensor:
+        """Return the features of all rows by a body."""
+        return self.federation.features(flat, np.arange(len(self.cell.labels)))
 
-    def epochs(self, site: int) -> Array:
-        """Return a site's training rows in the order of all rounds."""
-        orders = [self.cell.batches(n)[site] for n in range(1, self.rounds + 1)]
-        return np.concatenate(orders)
+    def logits(self, models: Sequence[Tensor]) -> Tensor:
+        """Return the logits of flat parameters, one model for each site."""
+        logits = []
+        for flat in models:
+            features = self.federation.features(flat, self.cell.test)
+            logits.append(closed.scores(features, self.federation.head(flat)))
+        return torch.stack(logits)
 
-    def answers(self, arms: Sequence[str]) -> Answers:
-        """Yield the logits of arms, and of their variants, at the test rows."""
-        makers: dict[str, Callable[[], Answers]] = {
+    def answers(self, arms: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and the logits of arms and of their variants."""
+        makers: dict[str, Callable[[], Tensor]] = {
             "constant": self.constant,
             "alone-head": self.alone_heads,
-            "step0": partial(self.global_heads, "step0"),
             "alone": self.alone,
-            "fedavg": partial(self.global_heads, "fedavg"),
-            "fedavg+fit": partial(self.global_heads, "fedavg+fit"),
             "fedavg+finetuning": partial(self.finetuned, "fedavg"),
             "fedrep": self.fedrep,
             "pfedfda": self.pfedfda,
-            "ours-lowest": partial(self.global_heads, "ours-lowest"),
             "ours+finetuning": partial(self.finetuned, "ours-lowest"),
         }
         for arm in arms:
-            yield from makers[arm]()
+            if arm in makers:
+                yield arm, makers[arm]()
+            else:
+                yield from self.global_heads(arm)
 
     # One model of all sites
 
     def played(self, name: str) -> Model:
         """Return the last model of an arm of ``arms.py``; it is computed once."""
-        kept: dict[str, Model] = vars(self).setdefault("_played", {})
-        if name not in kept and name == "fedavg+fit":  # the same rounds
-            flat = self.played("fedavg").flat
-            kept[name] = self.federation.evaluate(flat, ARMS[name].head)
-        elif name not in kept:
-            kept[name] = play_all(self.federation, ARMS[name], self.rounds)
-        return kept[name]
+        if name not in self.models:
+            arm = ARMS[name]
+            if name == "fedavg+fit":  # the same rounds
+                flat = self.played("fedavg").flat
+                self.models[name] = self.federation.evaluate(flat, arm.head)
+            else:
+                self.models[name] = play_all(self.federation, arm, self.rounds)
+        return self.models[name]
 
     def counts(self, name: str) -> Tensor:
         """Return the rows by class behind the head of an arm: of sums or of rounds."""
-        every = torch.from_numpy(self.cell.counts).double()
-        if ARMS[name].fit != "never" or ARMS[name].start:
-            return every.sum(0)
-        trained = [clients_of(self.cell, n) for n in range(1, self.rounds + 1)]
-        return sum((every[clients].sum(0) for clients in trained), every[0] * 0)
+        counts = torch.from_numpy(self.cell.counts).double()
+        if ARMS[name].fit == "never" and not ARMS[name].start:
+            numbers = range(1, self.rounds + 1)
+            clients = [clients_of(self.cell, number) for number in numbers]
+            counts = counts[np.concatenate(clients)]
+        return counts.sum(0)
 
     def shifts(self, name: str, strength: float = 1.0) -> Tensor:
         """Return what each site adds to the logits of an arm, ``[sites, classes]``."""
-        counts = self.counts(name)
-        priors = torch.where(counts > 0, counts, 0.5) / counts.sum()
-        own = [torch.from_numpy(counts) for counts in self.cell.counts]
-        return torch.stack([site_shift(priors, n, strength=strength) for n in own])
+        priors = OUTPUT_KINDS[SINGLE].priors(self.counts(name))
+        counts = torch.from_numpy(self.cell.counts)
+        shifts = [site_shift(priors, site, strength=strength) for site in counts]
+        return torch.stack(shifts)
 
-    def global_heads(self, name: str) -> Answers:
+    def global_heads(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield one model of all sites, with the priors of all and with those of each
         site; without training also for other strengths, a mixture and a refined head.
         """
         model = self.played(name)
-        features = self.read(model.flat, self.cell.test)
-        logits = closed.scores(features, model.head).expand(CLIENTS, -1, -1)
-        yield name, logits
+        features = self.features(model.flat)
+        logits = closed.scores(features[self.cell.test], model.head)
+        yield name, logits.expand(CLIENTS, -1, -1)
         yield f"{name}/own", logits + self.shifts(name)[:, None]
         if name == "step0":
             for strength in STRENGTHS:
-                shifts = self.shifts(name, strength)[:, None]
-                yield f"{name}/own:{strength:g}", logits + shifts
+                shifts = self.shifts(name, strength)
+                yield f"{name}/own:{strength:g}", logits + shifts[:, None]
         if name in ("step0", "ours-lowest"):
-            yield f"{name}/mixture", self.mixtures(model.flat, features)
-            yield f"{name}/refined", self.refined(name, model, features)
+            yield f"{name}/mixture", self.mixtures(features)
+            yield f"{name}/refined", self.refined(name, features, model.head)
 
-    def mixtures(self, flat: Tensor, features: Tensor) -> Tensor:
-        """Return the logits of pFedFDA's heads for a body; no round is trained."""
-        heads = self.mixed_heads(flat)
-        return torch.stack([closed.scores(features, head) for head in heads])
-
-    def refined(self, name: str, model: Model, features: Tensor) -> Tensor:
+    def refined(self, name: str, features: Tensor, head: closed.Head) -> Tensor:
         """Return the logits of heads that are refined on own rows.
 
         Logistic regression on a site's training rows, with ``PULL / 2 * mean |h|^2``
         times the squared change of the head added to the sum of losses.
         """
-        answers = []
-        weight, bias = (part.double() for part in model.head)
+        weight, bias = (part.double() for part in head)
+        inputs = closed.with_ones(features)
+        logits = []
         for site, shift in enumerate(self.shifts(name)):
-            rows = self.own(self.cell.training, site)
-            own = self.read(model.flat, rows).double()
+            rows = self.cell.of_client(self.cell.training, site)
+            size = features[rows].double().square().sum(1).mean()
+            pull = PULL / 2 * float(size)
+            start = torch.cat([weight, (bias + shift)[:, None]], 1)
             labels = self.federation.labels[rows]
-            pull = PULL / 2 * own.square().sum(1).mean()
-            inputs = functional.pad(own, (0, 1), value=1.0)
-            head = torch.cat([weight, (bias + shift)[:, None]], 1)
-            change = _fitted_change(inputs, labels, head, float(pull))
-            both = functional.pad(features.double(), (0, 1), value=1.0)
-            answers.append(both @ (head + change).mT)
-        return torch.stack(answers)
+            change = _fitted_change(inputs[rows], labels, start, pull)
+            logits.append(inputs[self.cell.test] @ (start + change).mT)
+        return torch.stack(logits)
 
-    # Models of single sites
+    # Heads of single sites
 
-    def constant(self) -> Answers:
-        """Yield the shares of a site's classes, the same for every row."""
-        shares = torch.stack([self.smoothed(site) for site in range(CLIENTS)]).log()
-        yield "constant", shares[:, None].expand(-1, len(self.cell.test), -1)
+    def constant(self) -> Tensor:
+        """Return the shares of a site's classes, with one row of equal shares more; the
+        same for every row.
+        """
+        counts = torch.from_numpy(self.cell.counts).double()
+        shares = (counts + 1 / self.cell.classes) / (counts.sum(1, keepdim=True) + 1)
+        return shares.log()[:, None].expand(-1, len(self.cell.test), -1)
 
-    def smoothed(self, site: int) -> Tensor:
-        """Return the shares of a site's classes, with one row of equal shares more."""
-        counts = torch.from_numpy(self.cell.counts[site]).double()
-        return (counts + 1 / len(counts)) / (counts.sum() + 1)
-
-    def alone_heads(self) -> Answers:
-        """Yield heads that are fitted to a site's own sums, with the first body."""
-        federation, flat = self.federation, self.federation.start
-        test = self.read(flat, self.cell.test)
-        answers = []
-        for site in range(CLIENTS):
-            rows = self.own(self.cell.training, site)
-            features = self.read(flat, rows)
-            labels = federation.labels[rows]
-            total = closed.sums_of(features, labels, self.cell.classes)
+    def alone_heads(self) -> Tensor:
+        """Return heads that are fitted to a site's own sums, with the first body."""
+        features = self.features(self.federation.start)
+        reference = SHRINKAGES.index(REFERENCE)
+        logits = []
+        for site, constant in enumerate(self.constant()):
             try:
-                heads = fitted_task_heads(total, SHRINKAGES)
-                head = self.chosen(flat, site, heads)
-                answers.append(closed.scores(test, head))
-            except UpdateError:  # one class
-                shares = self.smoothed(site).log()
-                answers.append(shares.expand(len(test), -1))
-        yield "alone-head", torch.stack(answers)
+                heads = fitted_task_heads(self.sums(features, site), SHRINKAGES)
+            except UpdateError:  # rows of one class
+                logits.append(constant)
+                continue
+            head = self.chosen(features, site, heads, TEMPERATURES, reference)
+            logits.append(closed.scores(features[self.cell.test], head))
+        return torch.stack(logits)
 
-    def chosen(self, flat: Tensor, site: int, heads: closed.Head) -> closed.Head:
-        """Return the best of fitted heads and temperature by a site's held-out rows."""
-        held = self.own(self.cell.held_out, site)
+    def sums(self, features: Tensor, site: int) -> ClassSums:
+        """Return the sums over a site's training rows."""
+        rows = self.cell.of_client(self.cell.training, site)
+        return self.federation.sums(features[rows], rows)
+
+    def chosen(
+        self,
+        features: Tensor,
+        site: int,
+        heads: closed.Head,
+        temperatures: Sequence[float],
+        otherwise: int,
+    ) -> closed.Head:
+        """Return the best of fitted heads and temperatures by a site's held-out rows,
+        without such rows the head at the place ``otherwise``.
+        """
+        held = self.cell.of_client(self.cell.held_out, site)
         if not len(held):
-            place = SHRINKAGES.index(REFERENCE)
-            return heads[0][place], heads[1][place]
-        features = self.read(flat, held)
+            return heads[0][otherwise], heads[1][otherwise]
         labels = self.federation.labels[held]
-        return closed.calibrated(features, labels, heads, TEMPERATURES)[0]
+        head, _ = closed.calibrated(features[held], labels, heads, temperatures)
+        return head
 
-    def alone(self) -> Answers:
-        """Yield models that a site trains alone, for an epoch a round."""
-        arm = Arm(self.rates["alone"])
-        ends = []
-        for site in range(CLIENTS):
-            start = self.federation.start
-            ends.append(self.trained(start, self.epochs(site), arm))
-        yield "alone", self.logits(ends)
+    def mixtures(self, features: Tensor) -> Tensor:
+        """Return the logits of pFedFDA's heads on features; no round is trained."""
+        test = features[self.cell.test]
+        heads = self.mixed_heads(features)
+        return torch.stack([closed.scores(test, head) for head in heads])
 
-    def trained(self, flat: Tensor, rows: Array, arm: Arm) -> Tensor:
-        """Return flat parameters after training on rows in this order."""
-        return epoch(self.federation.loss, flat, rows, arm)[0]
-
-    def finetuned(self, name: str) -> Answers:
-        """Yield the model of an arm, trained further at each site; its held-out rows
-        choose for how many epochs.
-        """
-        federation, model = self.federation, self.played(name)
-        arm = Arm(self.rates["finetuning"])
-        shifts = self.shifts(name).float()
-        orders = [self.cell.batches(self.rounds + n) for n in FINETUNED]
-        ends = []
-        for site in range(CLIENTS):
-            held = self.own(self.cell.held_out, site)
-            flat = self.with_head(model)
-            if name != "fedavg":  # with the priors of the site
-                size = self.cell.classes
-                flat[-size:] += shifts[site]
-            tried = [flat]
-            for order in orders[1:]:
-                tried.append(self.trained(tried[-1], order[site], arm))
-            losses = [0.0] * len(tried)
-            if len(held):
-                with torch.no_grad():
-                    losses = [float(federation.loss(end, held)) for end in tried]
-            ends.append(tried[int(np.argmin(losses))])
-        yield f"{name.removesuffix('-lowest')}+finetuning", self.logits(ends)
-
-    def with_head(self, model: Model) -> Tensor:
-        """Return flat parameters with the head of a model at its best temperature."""
-        head = [part.flatten().float() for part in model.head]
-        return torch.cat([model.flat[: -self.federation.size], *head])
-
-    def fedrep(self) -> Answers:
-        """Yield FedRep (Collins et al., ICML 2021): one body, a head for each site.
-
-        In a round a site trains its head for ``HEAD_EPOCHS``, then the body for an
-        epoch. After the last round every site trains its head.
-        """
-        federation, arm = self.federation, Arm(self.rates["fedrep"])
-        size = federation.size
-        body = federation.start[:-size]
-        heads = [federation.start[-size:]] * CLIENTS
-        for number in range(1, self.rounds + 1):
-            ends, clients = [], clients_of(self.cell, number)
-            for site in clients:
-                heads[site] = self.fitted_by_steps(body, heads[site], site, number)
-                rows = self.cell.batches(number)[site]
-                ends.append(self.body_trained(body, heads[site], rows, arm))
-            body = federation.mean(ends, clients)
-        ends = []
-        for site in range(CLIENTS):
-            head = self.fitted_by_steps(body, heads[site], site, self.rounds + 1)
-            ends.append(torch.cat([body, head]))
-        yield "fedrep", self.logits(ends)
-
-    def fitted_by_steps(
-        self, body: Tensor, head: Tensor, site: int, number: int
-    ) -> Tensor:
-        """Return a site's head after ``HEAD_EPOCHS`` with a fixed body."""
-        rows = self.own(self.cell.training, site)
-        read = torch.zeros(len(self.federation.labels), self.federation.width)
-        flat = torch.cat([body, head])
-        read[rows] = self.read(flat, rows)
-        loss = partial(self.federation.loss, read=read)
-        order = self.cell.batches(number)[site]
-        many = np.concatenate([order] * HEAD_EPOCHS)
-        return epoch(loss, head, many, Arm(HEAD_RATE))[0]
-
-    def body_trained(self, body: Tensor, head: Tensor, rows: Array, arm: Arm) -> Tensor:
-        """Return a body after an epoch with a fixed head."""
-        federation = self.federation
-
-        def loss(flat: Tensor, batch: Array) -> Tensor:
-            return federation.loss(torch.cat([flat, head]), batch)
-
-        return epoch(loss, body, rows, arm)[0]
-
-    def pfedfda(self) -> Answers:
-        """Yield pFedFDA (McLaughlin and Su, NeurIPS 2024): Gaussians of each site.
-
-        A site's head is the discriminant of a mixture of its own means and covariance
-        and those of all sites, with its own priors. It is fixed while the site trains
-        the body.
-        """
-        federation, arm = self.federation, Arm(self.rates["pfedfda"])
-        size = federation.size
-        flat = federation.start
-        for number in range(1, self.rounds + 1):
-            heads = self.mixed_heads(flat)
-            ends, clients = [], clients_of(self.cell, number)
-            for site in clients:
-                head = torch.cat([part.flatten().float() for part in heads[site]])
-                rows = self.cell.batches(number)[site]
-                ends.append(self.body_trained(flat[:-size], head, rows, arm))
-            flat = torch.cat([federation.mean(ends, clients), flat[-size:]])
-        features = self.read(flat, self.cell.test)
-        yield "pfedfda", self.mixtures(flat, features)
-
-    def mixed_heads(self, flat: Tensor) -> list[closed.Head]:
+    def mixed_heads(self, features: Tensor) -> list[closed.Head]:
         """Return each site's discriminant of the mixture that its held-out rows choose.
 
         Shrinkage and temperature are those of the head of all sites: a site's few
         held-out rows do not tell them.
         """
-        training, held, classes = (
-            self.cell.training,
-            self.cell.held_out,
-            self.cell.classes,
-        )
-        features, others = self.read(flat, training), self.read(flat, held)
-        labels, true = self.federation.labels[training], self.federation.labels[held]
-        total = closed.sums_of(features, labels, classes)
+        training = self.cell.training
+        total = self.federation.sums(features[training], training)
+        shrinkage, temperature = self.calibration(features, total)
+        chosen = []
+        for site in range(CLIENTS):
+            of_site = self.sums(features, site)
+            mixtures = [_mixture(of_site, total, share) for share in MIXTURES]
+            heads = [fitted_task_heads(mixture, [shrinkage]) for mixture in mixtures]
+            weights, biases = map(torch.cat, zip(*heads, strict=True))
+            scaled = weights / temperature, biases / temperature
+            chosen.append(self.chosen(features, site, scaled, (1.0,), 0))
+        return chosen
+
+    def calibration(self, features: Tensor, total: ClassSums) -> tuple[float, float]:
+        """Return shrinkage and temperature of the head of all sites."""
+        held = self.cell.held_out
+        labels = self.federation.labels[held]
         tried = []
         for shrinkage in SHRINKAGES:
             heads = fitted_task_heads(total, [shrinkage])
-            (weight, _), losses = closed.calibrated(others, true, heads)
-            divisor = float(heads[0].norm() / weight.norm())
-            tried.append((losses.mean(), shrinkage, divisor))
-        _, shrinkage, divisor = min(tried)
-        best = []
-        for site in range(CLIENTS):
-            rows = torch.from_numpy(self.cell.client[training] == site)
-            own = closed.sums_of(features[rows], labels[rows], classes)
-            mixed = [_mixture(own, total, share) for share in MIXTURES]
-            pairs = [fitted_task_heads(sums, [shrinkage]) for sums in mixed]
-            weight, bias = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-            heads = weight / divisor, bias / divisor
-            chosen = torch.from_numpy(self.cell.client[held] == site)
-            if bool(chosen.any()):
-                of_site = others[chosen], true[chosen]
-                head, _ = closed.calibrated(*of_site, heads, (1.0,))
-            else:
-                head = heads[0][0], heads[1][0]
-            best.append(head)
-        return best
+            (weight, _), losses = closed.calibrated(features[held], labels, heads)
+            # The head that is returned has been divided by its temperature.
+            temperature = float(heads[0].norm() / weight.norm())
+            tried.append((losses.mean(), shrinkage, temperature))
+        _, shrinkage, temperature = min(tried)
+        return shrinkage, temperature
 
-    def logits(self, ends: Sequence[Tensor]) -> Tensor:
-        """Return the logits of each site's model at the test rows."""
-        federation, answers = self.federation, []
-        for flat in ends:
-            features = federation.features(flat, self.cell.test)
-            answers.append(closed.scores(features, federation.head(flat)))
-        return torch.stack(answers)
+    # Models of single sites
+
+    def trained(self, flat: Tensor, rows: Array, rate: float) -> Tensor:
+        """Return flat parameters after training on rows in this order."""
+        return epoch(self.federation.loss, flat, rows, Arm(rate))[0]
+
+    def alone(self) -> Tensor:
+        """Return models that a site trains alone, for an epoch a round."""
+        start, rate = self.federation.start, self.rates["alone"]
+        rounds = [self.cell.batches(number) for number in range(1, self.rounds + 1)]
+        rows = map(np.concatenate, zip(*rounds, strict=True))
+        return self.logits([self.trained(start, of_site, rate) for of_site in rows])
+
+    def finetuned(self, name: str) -> Tensor:
+        """Return the model of an arm, trained further at each site; its held-out rows
+        choose for how many epochs.
+        """
+        model = self.played(name)
+        ends = []
+        for site, shift in enumerate(self.shifts(name).float()):
+            start = self.federation.with_head(model.flat, model.head)
+            if name != "fedavg":  # with the priors of the site
+                start[-self.cell.classes :] += shift
+            tried = [start]
+            for number in range(self.rounds + 1, self.rounds + 1 + FINETUNED):
+                rows = self.cell.batches(number)[site]
+                tried.append(self.trained(tried[-1], rows, self.rates["finetuning"]))
+            ends.append(min(tried, key=partial(self.held_loss, site)))
+        return self.logits(ends)
+
+    @torch.no_grad()
+    def held_loss(self, site: int, flat: Tensor) -> float:
+        """Return the loss of a model on a site's held-out rows, 0 without such rows."""
+        held = self.cell.of_client(self.cell.held_out, site)
+        return float(self.federation.loss(flat, held)) if len(held) else 0.0
+
+    def fedrep(self) -> Tensor:
+        """Return FedRep (Collins et al., ICML 2021): one body, a head for each site.
+
+        In a round a site trains its head for ``HEAD_EPOCHS``, then the body for an
+        epoch. After the last round every site trains its head.
+        """
+        flat, size = self.federation.start, self.federation.size
+        heads = [flat[-size:]] * CLIENTS
+        for number in range(1, self.rounds + 1):
+            features = self.features(flat)
+            for site in clients_of(self.cell, number):
+                heads[site] = self.head_trained(features, heads[site], site, number)
+            flat = self.mean_body(flat, heads, number, self.rates["fedrep"])
+        features = self.features(flat)
+        ends = []
+        for site, head in enumerate(heads):
+            last = self.head_trained(features, head, site, self.rounds + 1)
+            ends.append(torch.cat([flat[:-size], last]))
+        return self.logits(ends)
+
+    def pfedfda(self) -> Tensor:
+        """Return pFedFDA (McLaughlin and Su, NeurIPS 2024): Gaussians of each site.
+
+        A site's head is the discriminant of a mixture of its own means and covariance
+        and those of all sites, with its own priors. It is fixed while the site trains
+        the body.
+        """
+        flat = self.federation.start
+        for number in range(1, self.rounds + 1):
+            heads = map(closed.flattened, self.mixed_heads(self.features(flat)))
+            flat = self.mean_body(flat, [*heads], number, self.rates["pfedfda"])
+        return self.mixtures(self.features(flat))
+
+    def head_trained(
+        self, features: Tensor, head: Tensor, site: int, number: int
+    ) -> Tensor:
+        """Return a site's head after ``HEAD_EPOCHS`` on fixed features."""
+        loss = partial(self.federation.loss, read=features)
+        rows = np.tile(self.cell.batches(number)[site], HEAD_EPOCHS)
+        return epoch(loss, head, rows, Arm(HEAD_RATE))[0]
+
+    def mean_body(
+        self, flat: Tensor, heads: Sequence[Tensor], number: int, rate: float
+    ) -> Tensor:
+        """Return flat parameters with the mean of the bodies that the clients of a
+        round train for an epoch, each with its fixed head.
+        """
+        body, rest = flat.tensor_split([-self.federation.size])
+        clients = clients_of(self.cell, number)
+        batches = self.cell.batches(number)
+        ends = []
+        for site in clients:
+
+            def loss(body: Tensor, rows: Array, head: Tensor = heads[site]) -> Tensor:
+                return self.federation.loss(torch.cat([body, head]), rows)
+
+            ends.append(epoch(loss, body, batches[site], Arm(rate))[0])
+        return torch.cat([self.federation.mean(ends, clients), rest])
 
 
-def _mixture(own: ClassSums, total: ClassSums, share: float) -> ClassSums:
+def _mixture(of_site: ClassSums, total: ClassSums, share: float) -> ClassSums:
     """Return the sums of a mixture of means and covariances, with a site's priors."""
     priors = total.counts / total.rows
-    counts = own.counts + priors
-    known = (own.counts > 0)[:, None]
-    means = torch.where(known, total.means().lerp(own.means(), share), total.means())
-    within = total.within().lerp(own.within(), share)
+    counts = of_site.counts + priors
+    known = (of_site.counts > 0)[:, None]
+    mixed = total.means().lerp(of_site.means(), share)
+    means = torch.where(known, mixed, total.means())
+    within = total.within().lerp(of_site.within(), share)
     sums = counts[:, None] * means
     gram = counts.sum() * within + means.mT @ sums
     return replace(total, counts=counts, sums=sums, gram=gram, trusted=True)
@@ -401,19 +378,13 @@ def _mixture(own: ClassSums, total: ClassSums, share: float) -> ClassSums:
 
 def _fitted_change(inputs: Tensor, labels: Tensor, head: Tensor, pull: float) -> Tensor:
     """Return the change of a head with the lowest loss and pull."""
-    change = torch.zeros_like(head).requires_grad_()
-    optimiser = torch.optim.LBFGS([change], max_iter=100, line_search_fn="strong_wolfe")
 
-    def loss() -> Tensor:
-        optimiser.zero_grad()
+    def loss(change: Tensor) -> Tensor:
         logits = inputs @ (head + change).mT
-        value = functional.cross_entropy(logits, labels, reduction="sum")
-        value = value + pull * change.square().sum()
-        value.backward()
-        return value
+        losses = functional.cross_entropy(logits, labels, reduction="sum")
+        return losses + pull * change.square().sum()
 
-    optimiser.step(loss)
-    return change.detach()
+    return closed.minimum(loss, torch.zeros_like(head))
 
 
 # What models are worth on own rows
@@ -439,38 +410,33 @@ def measured(cell: Cell, logits: Tensor) -> Iterator[dict[str, Any]]:
     The row has ``right`` too: which test rows are predicted as labelled.
     """
     labels = torch.from_numpy(cell.labels[cell.test])
-    for site, (weights, scores) in enumerate(
-        zip(own_weights(cell), logits, strict=True)
-    ):
+    for site, weights in enumerate(own_weights(cell)):
+        scores = logits[site]
         right = (scores.argmax(1) == labels).double()
         losses = functional.cross_entropy(scores, labels, reduction="none")
-        by_class = torch.zeros(2, cell.classes).double()
-        by_class[0].index_add_(0, labels, weights)
-        by_class[1].index_add_(0, labels, weights * right)
-        present = by_class[0] > 0
-        recalls = by_class[1][present] / by_class[0][present]
+        shares = torch.bincount(labels, weights)
+        recalls = torch.bincount(labels, weights * right) / shares
+        # Ten bins of equal width: where the model is as sure as it is right?
+        sure = scores.softmax(1).max(1).values
+        bins = (sure * 10).long().clamp(max=9)
+        gaps = torch.bincount(bins, weights * (right - sure))
         yield {
             "site": site,
             "rows": int(cell.counts[site].sum()),
             "accuracy": float(weights @ right),
-            "balanced": float(recalls.mean()),
+            "balanced": float(recalls[shares > 0].mean()),
             "loss": float(weights @ losses),
-            "ece": _calibration(scores.softmax(1), right, weights),
+            "ece": float(gaps.abs().sum()),
             "right": right,
         }
 
 
-def _calibration(chances: Tensor, right: Tensor, weights: Tensor) -> float:
-    """Return the expected calibration error of weighted rows in ten bins."""
-    sure = chances.max(1).values
-    bins = (sure * 10).long().clamp(max=9)
-    gaps = torch.zeros(10).double().index_add_(0, bins, weights * (right - sure))
-    return float(gaps.abs().sum())
-
-
 def gain(weights: Tensor, right: Tensor, other: Tensor) -> tuple[float, float]:
-    """Return the gain in accuracy on own rows, and its standard error over rows."""
-    differences = right - other
+    """Return the gain in accuracy on own rows, and its standard error over rows.
+
+    ``right`` and ``other`` may have more rows than there are weights.
+    """
+    differences = (right - other)[: len(weights)]
     mean = float(weights @ differences)
     return mean, float((weights.square() @ (differences - mean).square()).sqrt())
 
@@ -512,20 +478,18 @@ def add_gains(frame: DataFrame, cell_of: Callable[..., Cell]) -> DataFrame:
         if "alone" in accuracy:
             stronger = accuracy[["alone-head", "alone"]].idxmax()
             weights = own_weights(cell_of(*place))
-            bits = {
-                (arm, site): torch.from_numpy(_unpacked(digits, weights.shape[1]))
-                for arm, site, digits in sites[["arm", "site", "right"]].to_numpy()
-            }
-            pairs = [
-                gain(weights[site], bits[arm, site], bits[stronger, site])
-                for arm, site in sites[["arm", "site"]].to_numpy()
+            places = [*zip(sites["arm"], sites["site"], strict=True)]
+            answers = map(_unpacked, sites["right"])
+            right = dict(zip(places, answers, strict=True))
+            sites[["gain", "error"]] = [
+                gain(weights[site], right[arm, site], right[stronger, site])
+                for arm, site in places
             ]
-            sites[["gain", "error"]] = pairs
         runs += [sites, run[run["site"] < 0]]
     return pandas.concat(runs).drop(columns="right")
 
 
-def _unpacked(digits: str, rows: int) -> Any:
-    """Return the bits of ``site_rows``, float64 ``[rows]``."""
+def _unpacked(digits: str) -> Tensor:
+    """Return the bits of ``site_rows``, float64, with up to seven zeros more."""
     packed = np.frombuffer(bytes.fromhex(digits), np.uint8)
-    return np.unpackbits(packed)[:rows].astype(np.float64)
+    return torch.from_numpy(np.unpackbits(packed)).double()

@@ -34,9 +34,8 @@ OUTSIDE = "O"
 _BIO = re.compile("O|[BI]-.+", re.DOTALL)
 #: The column with the name of a row's domain.
 DOMAIN = "domain"
-#: The metrics over all domains with training rows, and over those without.
-SEEN = "macro_f1"
-UNSEEN = "unseen_macro_f1"
+#: The metric over all domains.
+MEAN_F1 = "macro_f1"
 TEXT: Content = (
     "text",
     ("text", "sentence", "content", "review", "comment", "tweet", "utterance"),
@@ -167,54 +166,45 @@ def _numbered(split: Split, tags: Sequence[str]) -> Split:
 def load_domains(scenario: Scenario) -> DataSet:
     """Load texts of one data set, or of several, the domains of one task.
 
-    Domains are named in ``data``, and in ``unseen_data``.
-
-    The labels of the task, of which a row may have several, are those of all sets in
-    ``data``; equal names are one label. Labels that a domain lacks are NaN in its rows.
-    Limits are per domain. Of unseen domains, the test rows and the labels of the task
-    are kept. Raises ``DataError``, also if two data sets have the same name, if one has
-    scores, pairs or classes without names, or if an unseen one has none of the labels.
+    The labels of the task, of which a row may have several, are those of all sets;
+    equal names are one label. Labels that a domain lacks are NaN in its rows. Limits
+    are per domain. Raises ``DataError``, also if two data sets have the same name, or
+    if one has scores, pairs or classes without names.
     """
     domains = data_names(scenario.data, scenario.data_dir)
-    unseen = data_names(scenario.unseen_data, scenario.data_dir)
-    every = [*domains, *unseen]
     loaded = {}
     # Names of the hub come last: beside a missing file they may be a part of its path.
-    by_place = sorted(every, key=lambda name: "/" in name and not Path(name).suffix)
+    by_place = sorted(domains, key=lambda name: "/" in name and not Path(name).suffix)
     for name in dict.fromkeys(by_place):
         alone = scenario.model_copy(update={"data": name})
         loaded[name] = load_texts(alone)
-    loaded = {name: loaded[name] for name in every}
-    if len(every) == 1:
-        return loaded[every[0]]
-    metrics = [*map(metric_of, every)]
-    if len(set(metrics)) < len(every):
+    loaded = {name: loaded[name] for name in domains}
+    if len(domains) == 1:
+        return loaded[domains[0]]
+    metrics = [*map(metric_of, domains)]
+    if len(set(metrics)) < len(domains):
         refuse(
             "two data sets",
-            f"have the same name among {listed(every)}",
+            f"have the same name among {listed(domains)}",
             "rename one of them",
         )
-    seen = {name: loaded[name] for name in domains}
-    names = [name for data in seen.values() for name in data.label_names]
+    names = [name for data in loaded.values() for name in data.label_names]
     labels = tuple(dict.fromkeys(names))
     for name, data in loaded.items():
-        if not _joinable(data) or set(labels).isdisjoint(data.label_names):
+        if not _joinable(data):
             refuse(
                 f"'{name}'",
-                "has scores, pairs, numbers for classes, or none of the labels "
-                f"{listed(labels)}",
+                "has scores, pairs, or numbers for classes",
                 "domains need single texts, and classes with common names",
             )
-    if unseen:
-        metrics.insert(0, UNSEEN)
-    train = _united(seen, "train", labels)
+    train = _united(loaded, "train", labels)
     test = _united(loaded, "test", labels)
     notes = (data.remarks for data in loaded.values() if data.remarks)
     return DataSet(
         ",".join(domains),
         "multi",
         labels,
-        (SEEN, *metrics),
+        (MEAN_F1, *metrics),
         train,
         test,
         " ".join(notes),

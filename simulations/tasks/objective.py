@@ -37,7 +37,6 @@ class Objective(ABC):
         classifies: whether models have one output per row, and a task head that can be
             fitted.
         uses_labels: whether the labels of the data are read.
-        joins_domains: whether several data sets may be the domains of one task.
         reads_pooling: whether a sentence-transformers model is pooled as it was saved.
         metrics: names in the result of ``evaluate``, without ``loss``, the headline
             metric first; if a class has none, those of its data.
@@ -50,7 +49,6 @@ class Objective(ABC):
     peft: str = ""
     classifies: bool = False
     uses_labels: bool = True
-    joins_domains: bool = False
     reads_pooling: bool = False
     metrics: Names = ()
 

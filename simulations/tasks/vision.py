@@ -19,7 +19,6 @@ class ImageClassification(Classification):
     auto_model = "ImageClassification"
     usual_data = DIGITS
     peft = ""
-    joins_domains = False
     reads_pooling = False
 
     @staticmethod

@@ -72,11 +72,11 @@ def test_a_gain_has_the_error_of_a_weighted_mean():
 
 
 def test_a_mixture_without_own_means_is_the_head_of_all_with_own_priors(world):
-    features = world.read(world.federation.start, world.cell.training)
-    labels = world.federation.labels[world.cell.training]
-    own = torch.from_numpy(world.cell.client[world.cell.training] == 1)
-    total = closed.sums_of(features, labels, world.cell.classes)
-    part = closed.sums_of(features[own], labels[own], world.cell.classes)
+    training = world.cell.training
+    features = world.features(world.federation.start)
+    part = world.sums(features, 1)
+    features = features[training]
+    total = world.federation.sums(features, training)
     (weight,), (bias,) = fitted_task_heads(total, [0.3])
     shifted = site_head((weight, bias), total.counts / total.rows, part.counts)
     mixed = fitted_task_heads(sites._mixture(part, total, 0.0), [0.3])
@@ -102,7 +102,7 @@ def test_a_refined_head_has_no_gradient_left(world):
 
 
 def test_alone_is_an_epoch_a_round_of_own_rows(world):
-    ((_, logits),) = world.alone()
+    logits = world.alone()
     rows = np.concatenate([world.cell.batches(n)[3] for n in (1, 2)])
     assert set(world.cell.client[rows]) == {3}
     flat, _ = epoch(world.federation.loss, world.federation.start, rows, Arm(1e-3))
@@ -114,10 +114,9 @@ def test_alone_is_an_epoch_a_round_of_own_rows(world):
 @pytest.mark.parametrize("rate", [1e-3, 30.0])
 def test_held_out_rows_choose_how_long_a_site_trains(world, rate):
     world.rates = {"finetuning": rate}
-    ((name, logits),) = world.finetuned("fedavg")
+    logits = world.finetuned("fedavg")
     model = world.played("fedavg")
-    assert name == "fedavg+finetuning"
-    features = world.read(model.flat, world.cell.test)
+    features = world.features(model.flat)[world.cell.test]
     before = closed.scores(features, model.head)
     kept = [torch.allclose(of_site, before, atol=1e-3) for of_site in logits]
     assert all(kept) if rate > 1 else not all(kept)
@@ -128,9 +127,10 @@ def test_fedrep_averages_bodies_that_are_trained_with_fixed_heads(world):
     federation, cell = world.federation, world.cell
     size, clients = federation.size, clients_of(world.cell, 1)
     body, first = federation.start[:-size], federation.start[-size:]
+    features = world.features(federation.start)
     bodies = []
     for site in clients:
-        head = world.fitted_by_steps(body, first, site, 1)
+        head = world.head_trained(features, first, site, 1)
         assert not torch.equal(head, first)
 
         def loss(flat, rows, head=head):
@@ -138,10 +138,8 @@ def test_fedrep_averages_bodies_that_are_trained_with_fixed_heads(world):
 
         bodies.append(epoch(loss, body, cell.batches(1)[site], Arm(1e-3))[0])
     mean = federation.mean(bodies, clients)
-    seen = []
-    world.logits = lambda ends: seen.extend(ends)
-    next(world.fedrep())
-    for end in seen:
+    world.logits = list
+    for end in world.fedrep():
         assert_close(end[:-size], mean)
 
 

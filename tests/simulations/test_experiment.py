@@ -54,7 +54,6 @@ def test_every_task_has_an_experiment_of_its_own(task):
         ({"start": "different"}, "fedavg fedavg_head head_only fit_head aligned alone"),
         ({"holdout": 0}, "fedavg aligned"),
         ({"data": "a,b"}, "fedavg aligned"),
-        ({"unseen_data": "c"}, "fedavg aligned"),
         ({"task": "clm"}, "fedavg aligned"),
         (OF_LORA, "fedavg exact head_only fit_head alone"),
         (OF_RANKS, "exact head_only alone"),
@@ -157,7 +156,6 @@ TABLE = {"name": "mine"}
         ({"task": "translation"}, "classification"),
         ({"task": "ner"}, "no bundled data set"),
         ({"task": "mlm", "label_kind": "multi"}, "label_kind"),
-        ({"task": "mlm", "unseen_data": "x"}, "unseen_data"),
         ({"task": "clm", "architecture": "bert"}, "gpt2 or llama"),
         (
             {"model": "minilm", "architecture": "bert"},

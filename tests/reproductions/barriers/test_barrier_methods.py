@@ -129,6 +129,25 @@ def test_methods_that_rotate_the_stream_undo_a_rotation_of_it():
         assert line.after < 1e-2 * line.before or name == "stream+learned"
 
 
+def test_permutations_keep_the_function_and_fewer_rows_are_the_first_ones(
+    model, client, symmetry, batches
+):
+    matched = partial(match, anchor=model, client=client, symmetry=symmetry)
+    inputs = {name: value for name, value in batches[0].items() if name != "labels"}
+    before = with_state(client, client.state_dict()).eval()
+    for name in ("heads", "monotonic", "stream-all"):
+        state = matched(METHODS[f"verma-{name}"], batches=batches)
+        moved = with_state(before, state)
+        with torch.no_grad():
+            logits, expected = (each(**inputs).logits for each in (moved, before))
+        torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+        assert not equal(state, parts(client))
+    many = {name: value.repeat(64, 1)[:100] for name, value in batches[0].items()}
+    first = [{name: value[:64] for name, value in many.items()}]
+    few = matched(METHODS["verma-heads@64"], batches=[many, many])
+    assert equal(few, matched(METHODS["verma-heads"], batches=first))
+
+
 def test_models_that_cannot_be_rotated_are_refused(task, model):
     tied = GPT2LMHeadModel(
         GPT2Config(vocab_size=12, n_layer=1, n_head=2, n_embd=8, n_positions=4)

@@ -222,62 +222,51 @@ def corpus(path: Path, *labels: str) -> None:
 def folder(tmp_path):
     corpus(tmp_path / "news.parquet", "sunny", "gloomy")
     corpus(tmp_path / "talk.parquet", "gloomy", "furious", "shy")
-    corpus(tmp_path / "books.parquet", "furious", "sunny")
     return tmp_path
 
 
-def load(names: str, folder: Path, unseen: str = "", **fields: Any) -> Any:
-    return load_domains(chosen(names, folder, unseen_data=unseen, **fields))
+def load(names: str, folder: Path, **fields: Any) -> Any:
+    return load_domains(chosen(names, folder, **fields))
 
 
 def test_labels_are_united_by_name_and_unknown_where_a_domain_has_none(
     folder,
 ):
-    data = load(" news, talk ,", folder, " books ,")
+    data = load(" news, talk ,", folder)
     assert data.name == "news,talk"
     assert data.label_names == ("sunny", "gloomy", "furious", "shy")
-    assert (data.domains, len(data.train), len(data.test)) == (("news", "talk"), 90, 45)
+    assert (data.domains, len(data.train), len(data.test)) == (("news", "talk"), 90, 30)
     for split in (data.train, data.test):
         for row, domain in enumerate(split.columns["domain"]):
-            known = {"news": [0, 1], "talk": [1, 2, 3], "books": [0, 2]}[str(domain)]
+            known = {"news": [0, 1], "talk": [1, 2, 3]}[str(domain)]
             labels = split.labels[row]
             assert np.flatnonzero(~np.isnan(labels)).tolist() == known
             label, *_, name = split.inputs[row].split()
             assert (data.label_names[np.nanargmax(labels)], domain) == (label, name)
-    scores = ("macro_f1", "unseen_macro_f1")
-    assert data.metrics == (*scores, "f1_news", "f1_talk", "f1_books")
-    # One data set is a domain beside unseen ones alone.
-    metrics = load("news", folder, "books").metrics
-    assert metrics == (*scores, "f1_news", "f1_books")
-    data = load("news", folder, " ")
+    assert data.metrics == ("macro_f1", "f1_news", "f1_talk")
+    data = load("news", folder)
     assert (data.kind, data.domains) == ("single", ())
 
 
 @pytest.mark.parametrize(
-    ("names", "unseen", "message"),
+    ("names", "message"),
     [
-        ("news,talk", "talk", "the same name among news, talk, talk"),
-        ("news,sub/news.parquet", "", "two data sets have the same name"),
+        ("news,talk,talk", "the same name among news, talk, talk"),
+        ("news,sub/news.parquet", "two data sets have the same name"),
         *(
-            (f"news,{wrong}", "", f"'{wrong}' has scores, pairs")
+            (f"news,{wrong}", f"'{wrong}' has scores, pairs")
             for wrong in ("scores", "pairs", "n.csv")
-        ),
-        (
-            "news",
-            "other",
-            "'other' has .* or none of the labels sunny, gloomy; domains need",
         ),
     ],
 )
-def test_what_is_no_domain_is_named(names, unseen, message, folder):
+def test_what_is_no_domain_is_named(names, message, folder):
     write(folder / "scores.parquet", text=["a"] * 10, label=[i / 3 for i in range(10)])
     pairs = {"sentence1": ["a"] * 10, "sentence2": ["b"] * 10}
     write(folder / "pairs.parquet", **pairs, label=["x", "y"] * 5)
     write(folder / "n.csv", text=["a"] * 10, label=[0, -1] * 5)
     corpus(folder / "sub" / "news.parquet", "sunny", "gloomy")
-    corpus(folder / "other.parquet", "furious", "shy")
     with pytest.raises(DataError, match=message):
-        load(names, folder, unseen)
+        load(names, folder)
 
 
 def test_domains_may_have_any_number_of_labels_and_their_own_limits(
@@ -289,19 +278,16 @@ def test_domains_may_have_any_number_of_labels_and_their_own_limits(
     write(tmp_path / "many.parquet", text=[*map(str, range(12))], **columns)
     lines = [f"line {row}" for row in range(20)]
     write(tmp_path / "files" / "other.csv", text=lines, label=["sad", "1"] * 10)
-    write(tmp_path / "files" / "unseen.csv", text=lines, label=["sad", "unheard"] * 10)
-    names = ["many", "files/other.csv", "files/unseen.csv"]
+    names = ["many", "files/other.csv"]
     limits = {"train_limit": 6, "test_limit": 3}
-    data = load(",".join(names[:2]), tmp_path, names[2], **limits)
+    data = load(",".join(names), tmp_path, **limits)
     assert data.label_names == ("glad", "sad", "1")
-    assert data.train.columns["domain"][::6] == names[:2]
+    assert data.train.columns["domain"][::6] == names
     assert data.test.columns["domain"][::3] == names
     for text, labels in zip(data.train.inputs[:6], data.train.labels, strict=False):
         assert labels[:2].tolist() == [glad[int(text)], sad[int(text)]]
         assert np.isnan(labels[2])
-    assert data.metrics[2:] == ("f1_many", "f1_other", "f1_unseen")
-    # Both files were divided, the table was not. A label that only an unseen domain has
-    # is left out.
+    assert data.metrics[1:] == ("f1_many", "f1_other")
+    # The file was divided, the table was not.
     divided = [f"{name} has no splits" in data.remarks for name in names]
-    assert divided == [False, True, True]
-    assert set(np.flatnonzero(~np.isnan(data.test.labels[-3:]).all(axis=0))) == {1}
+    assert divided == [False, True]

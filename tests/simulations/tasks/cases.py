@@ -63,10 +63,6 @@ FILES = {
         "text": _TEXTS[::-1],
         "label": [("fear", "anger", "joy")[row % 3] for row in range(ROWS)],
     },
-    "unseen": {
-        "text": _TEXTS,
-        "label": [("joy", "anger")[row % 2] for row in range(ROWS)],
-    },
     "tags": {
         "tokens": [words.split() for words, _ in _TAGGED],
         "ner_tags": [tags.split() for _, tags in _TAGGED],
@@ -94,7 +90,7 @@ CASES = {
     "llama": {"architecture": "llama"},
     "multi": {"data": "multi"},
     "regression": {"data": "regression"},
-    "domains": {"data": "seen,other", "unseen_data": "unseen"},
+    "domains": {"data": "seen,other"},
     "mlm bert": {"task": "mlm"},
     "mlm distilbert": {"task": "mlm", "architecture": "distilbert"},
     "clm gpt2": {"task": "clm"},

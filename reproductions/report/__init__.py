@@ -1,3 +1,0 @@
-"""Sections of reports that published pages need: the map of regimes, and merged subsets
-of clients.
-"""

@@ -254,15 +254,14 @@ class _Run:
             self._fail(cell, result.failure)
             return
         self.folder.add(cell, result.rows, result.alignment, result.log)
-        last = (CENTRAL, cell.experiment.rounds)
-        scores = {
-            row["metric"]: row["value"]
-            for row in result.rows
-            if (row["scope"], row["round"]) == last
-        }
-        # The headline metric comes first.
-        shown = {*[*scores][:1], "macro_f1", "loss"}
-        texts = [f"{name} {scores[name]:z.3f}" for name in scores if name in shown]
+        texts: list[str] = []
+        for row in result.rows:
+            if row["scope"] != CENTRAL or row["round"] != cell.experiment.rounds:
+                continue
+            # The headline metric comes first.
+            if not texts or row["metric"] in ("macro_f1", "loss"):
+                value = nan if row["value"] is None else row["value"]
+                texts.append(f"{row['metric']} {value:z.3f}")
         if not texts:
             texts.append("each site has a model of its own")
         if any(row["metric"] == HEAD_FAILED and row["value"] for row in result.rows):

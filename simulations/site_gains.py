@@ -7,23 +7,22 @@ from dataclasses import dataclass
 from math import inf, nan
 from typing import TYPE_CHECKING
 
-from fedrot.simulations.paired import LOWER_IS_BETTER, Paired, paired_difference
+from fedrot.simulations.paired import Paired, paired_difference
 from fedrot.simulations.run_folder import Row
+from fedrot.strategies.fitting.sites import HEADS
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 #: The start of the scope of rows about a site's own test rows.
 OF_SITE = "site:"
-#: The starts of metrics there: by the site's own model, by the global model, and by
-#: alone (head).
-OWN, GLOBAL, ALONE = "own-", "global-", "alone-"
+#: The starts of metrics there, heads of ``report_sites``: alone (head), that of the
+#: global model, and the site's own.
+ALONE, GLOBAL, OWN = HEADS
 #: The metric of how many test rows a site has.
 TEST_ROWS = "test-rows"
 #: Figures of sites with fewer test rows are marked.
 FEW_ROWS = 20
-#: Headline metrics that a site's own model does not change; the loss replaces them.
-_CORRELATIONS = {"pearson", "spearman"}
 #: The two ways to be alone: a fitted head, and training.
 _HEAD, _TRAINED = "alone (head)", "alone (trained)"
 
@@ -60,9 +59,9 @@ class SiteGains:
         """Return the site with the worst value."""
         return str((self.sign * self.values[name]).fillna(-inf).idxmin())
 
-    def count(self, name: str, judgement: str = "better") -> str:
-        """Return how many sites are better, or ``worse``, than alone: ``3 of 5``."""
-        gains = self.gains[name] if judgement == "better" else -self.gains[name]
+    def better(self, name: str) -> str:
+        """Return how many sites are better than alone: ``3 of 5``."""
+        gains = self.gains[name]
         return f"{(gains > 0).sum()} of {len(gains)}"
 
     def pairs(self, name: str) -> dict[str, list[float]]:
@@ -70,7 +69,7 @@ class SiteGains:
         return self.values[[self.alone, name]].T.to_dict("list")
 
 
-def gains_of(frame: DataFrame, experiment: Row, headline: str) -> SiteGains | None:
+def gains_of(frame: DataFrame, experiment: Row) -> SiteGains | None:
     """Return what strategies give the sites; None without rows of sites.
 
     Sites of a division that is drawn are others for each seed.
@@ -78,10 +77,7 @@ def gains_of(frame: DataFrame, experiment: Row, headline: str) -> SiteGains | No
     Args:
         frame: rows of the last rounds, each once.
         experiment: as in ``config.json``.
-        headline: the headline metric.
     """
-    metric = "loss" if headline in _CORRELATIONS else headline
-    sign = -1 if metric in LOWER_IS_BETTER else 1
     frame = frame[frame["scope"].str.startswith(OF_SITE)]
     sites = frame["scope"].str.removeprefix(OF_SITE)
     seeds = frame["seed"].nunique()
@@ -90,18 +86,16 @@ def gains_of(frame: DataFrame, experiment: Row, headline: str) -> SiteGains | No
     table = frame.assign(site=sites).pivot(
         index=["seed", "site"], columns=["metric", "strategy"], values="value"
     )
-    if f"{OWN}{metric}" not in table:
+    if TEST_ROWS not in table:
         return None
-    kinds = {
-        name: about.get("kind") for name, about in experiment["strategies"].items()
-    }
-    own = table[f"{OWN}{metric}"].rename(
-        columns={name: _TRAINED for name, kind in kinds.items() if kind == "alone"}
-    )
-    if f"{ALONE}{metric}" in table:
+    sign, metric = (1, "accuracy") if f"{OWN}-accuracy" in table else (-1, "loss")
+    strategies = experiment["strategies"]
+    trained = [name for name in strategies if strategies[name].get("kind") == "alone"]
+    own = table[f"{OWN}-{metric}"].rename(columns=dict.fromkeys(trained, _TRAINED))
+    if f"{ALONE}-{metric}" in table:
         # One strategy has measured it for all.
-        own[_HEAD] = table[f"{ALONE}{metric}"].mean(axis=1)
-    own = own[[name for name in (_HEAD, _TRAINED, *kinds) if name in own]]
+        own[_HEAD] = table[f"{ALONE}-{metric}"].mean(axis=1)
+    own = own[[name for name in (_HEAD, _TRAINED, *strategies) if name in own]]
     ways = own.columns.intersection([_HEAD, _TRAINED])
     alone = max(ways, key=lambda name: sign * own[name].mean(), default="")
     differences = own.sub(own.get(alone, nan), axis="index")
@@ -113,7 +107,7 @@ def gains_of(frame: DataFrame, experiment: Row, headline: str) -> SiteGains | No
         alone,
         values,
         gains=sign * differences.groupby("site").mean(),
-        of_all=table[f"{GLOBAL}{metric}"].mean(),
+        of_all=table[f"{GLOBAL}-{metric}"].mean(),
         against={
             name: paired_difference([*units[name].dropna()], lower_is_better=sign < 0)
             for name in own

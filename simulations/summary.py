@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,8 @@ BOUNDS: dict[str, str] = {}
 CENTRAL = "central"
 #: The start of the scope of rows about a client.
 OF_CLIENT = "client:"
+#: The metrics of messages.
+_MESSAGES = ("bytes-sent", "bytes-received", "requests")
 #: A model has learned if its accuracy or macro F1 exceeds that of naming one class by
 #: more than this.
 LEARNED = 0.02
@@ -104,15 +106,10 @@ class Standing:
 
     def difference(self, other: Standing, metric: str) -> Paired:
         """Return the difference from another strategy in a metric."""
-        if not (metric in self.values and metric in other.values):
-            return paired_difference([])
         # Only seeds that both have are paired.
-        ours, others = self.values[metric].align(other.values[metric], join="inner")
-        pair = paired_difference(
-            [*ours - others],
-            lower_is_better=metric in LOWER_IS_BETTER,
-        )
-        return replace(pair, ours=ours.mean(), other=others.mean())
+        ours, others = self.values.align(other.values, join="inner")
+        differences = [*(ours - others).get(metric, ())]
+        return paired_difference(differences, lower_is_better=metric in LOWER_IS_BETTER)
 
 
 @dataclass(frozen=True)
@@ -219,11 +216,7 @@ def verdict(run: Run, name: str) -> Verdict | None:
     metrics = sorted(central["metric"].unique(), key=lambda metric: metric == "loss")
     headline = metrics[0]
     beside = "macro_f1" if "accuracy" in metrics else "loss"
-    judged = [
-        metric
-        for metric in dict.fromkeys([headline, beside, "loss"])
-        if metric in metrics
-    ]
+    judged = [*filter(metrics.__contains__, dict.fromkeys([headline, beside, "loss"]))]
     ranking = judged[-1]
     experiment = run.experiments[name]
     standings = []
@@ -269,7 +262,7 @@ def verdict(run: Run, name: str) -> Verdict | None:
         notes=[*notes_of(experiment)],
         most_frequent=most_frequent,
         learned=learned,
-        sites=gains_of(frame, experiment, headline),
+        sites=gains_of(frame, experiment),
     )
 
 
@@ -288,25 +281,16 @@ def _standing(about: Row, frame: DataFrame) -> Standing:
 
     ``frame`` has its rows of the last round.
     """
-    scopes = frame["scope"]
-    values = frame[scopes == CENTRAL].pivot(
-        index="seed", columns="metric", values="value"
-    )
-    unfitted = frame.loc[frame["metric"] == HEAD_FAILED, "value"].sum()
-    messages = (
-        frame[scopes == "messages"]
-        .groupby("metric")["value"]
-        .mean()
-        .reindex(["bytes-sent", "bytes-received", "requests"])
-    )
-    sizes = messages["bytes-sent"] + messages["bytes-received"]
+    table = frame.pivot(index="seed", columns=["scope", "metric"], values="value")
+    messages = table.reindex(columns=[("messages", name) for name in _MESSAGES]).mean()
+    sent, received, requests = messages
     return Standing(
         name=about["name"],
         about=about,
-        values=values,
-        megabytes=sizes / 1e6,
-        requests=messages["requests"],
-        unfitted=int(unfitted),
+        values=table[CENTRAL],
+        megabytes=(sent + received) / 1e6,
+        requests=requests,
+        unfitted=int(table.sum().get(("round", HEAD_FAILED), 0)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import isnan
 
+from fedrot.simulations.data.read import listed
 from fedrot.simulations.paired import LOWER_IS_BETTER, ROUNDING
 from fedrot.simulations.report.tables import (
     format_difference,
@@ -16,8 +17,6 @@ from fedrot.simulations.report.tables import (
 from fedrot.simulations.site_gains import FEW_ROWS
 from fedrot.simulations.summary import Standing, Verdict, span
 
-#: Most sites whose gains are named.
-MOST_NAMED = 8
 #: What sites shall do for their own rows, by how the federation is against alone.
 JOINING = {
     "better": "join",
@@ -50,8 +49,8 @@ def lead(verdict: Verdict) -> str:
     elif len(verdict.standings) == 1:
         advice = f"Only {ours.name} has results: there is nothing to compare it with"
     elif ours is not verdict.reference:
-        scores, _ = _gains(verdict)
-        advice = f"Use {ours.name}: {scores}"
+        clear, _ = _gains(verdict)
+        advice = f"Use {ours.name}: {clear}"
         if ours is not verdict.best:
             top = verdict.best
             rest = (
@@ -67,31 +66,41 @@ def lead(verdict: Verdict) -> str:
         advice = (
             f"Keep {ours.name}: nothing is better beyond noise with {verdict.seeds}"
         )
-    best = []
-    if verdict.learned and len(verdict.standings) > 1:
-        best = [_best(verdict, metric) for metric in verdict.judged if metric != "loss"]
-    return f"{_for_sites(verdict)}{advice}.{rest}{''.join(best)}"
+    scores = [metric for metric in verdict.judged if metric != "loss"]
+    best = [_best(verdict, metric) for metric in scores if verdict.learned]
+    first = "".join(f"{sentence}. " for sentence in _for_sites(verdict)[:1])
+    return f"{first}{advice}.{rest}{''.join(best)}"
 
 
-def _for_sites(verdict: Verdict) -> str:
-    """Return whether sites shall join, and what the model is worth on all labels.
+def _for_sites(verdict: Verdict) -> list[str]:
+    """Return whether sites shall join, which ones gain, and what is best for them.
 
     It is empty if that is unknown.
     """
     ours, sites = verdict.for_sites, verdict.sites
     if ours is None or sites is None:
-        return ""
+        return []
+    metric = spoken(sites.metric)
     against = sites.against[ours.name]
     advice = JOINING.get(against.verdict, "joining and staying alone differ by noise")
-    judgement = "worse" if against.verdict == "worse" else "better"
-    count = sites.count(ours.name, judgement)
+    gains = sites.gains[ours.name].sort_values(ascending=False)
+    named = [
+        f"{site} {number(sites.sign * gain, '+')} ({of_rows(sites.rows[site])})"
+        for site, gain in gains.items()
+    ]
     headline = verdict.judged[0]
-    return (
-        f"For own rows, {advice}: {count} sites are {judgement} with {ours.name} than "
-        f"alone, in {spoken(sites.metric)}: {format_interval(against, '+')} (mean over "
-        f"sites against {sites.alone}, 95 % interval over {sites.over}); on all labels "
-        f"{ours.name} has {spoken(headline)} {number(ours.mean(headline))}. "
-    )
+    best = str(sites.gains.mean().idxmax())
+    mean = number(sites.values[best].mean())
+    return [
+        f"For own rows, {advice}: {sites.better(ours.name)} sites are better with "
+        f"{ours.name} than alone, in {metric}: "
+        f"{format_interval(against, '+')} (mean over sites against {sites.alone}, 95 % "
+        f"interval over {sites.over}); on all labels {ours.name} has "
+        f"{spoken(headline)} {number(ours.mean(headline))}",
+        f"Who gains by {ours.name}, in {metric} beside alone (test rows; few are below "
+        f"{FEW_ROWS}): {listed(named)}",
+        f"Best on own rows: {best}, {metric} {mean}",
+    ]
 
 
 def _best(verdict: Verdict, metric: str) -> str:
@@ -127,31 +136,8 @@ def sentences(verdict: Verdict) -> list[str]:
         _, gains = _gains(verdict)
         lines = [f"Also {gain}" for gain in gains]
     lines += [*_noise(verdict), *_costs(verdict), *_others(verdict), *verdict.notes]
-    lines = [*_who_gains(verdict), *lines]
+    lines = [*_for_sites(verdict)[1:], *lines]
     return [f"{line}." for line in [*_unfitted(verdict), *lines]]
-
-
-def _who_gains(verdict: Verdict) -> Iterator[str]:
-    """Yield which sites gain by a strategy, and what is best for them."""
-    ours, sites = verdict.for_sites, verdict.sites
-    if ours is None or sites is None:
-        return
-    gains = sites.gains[ours.name].sort_values(ascending=False)
-    texts = [
-        f"{site} {number(sites.sign * gain, '+')} ({of_rows(sites.rows[site])})"
-        for site, gain in gains.items()
-    ]
-    half = MOST_NAMED // 2
-    if len(texts) > MOST_NAMED:
-        texts[half:-half] = ["..."]
-    yield (
-        f"Who gains by {ours.name}, in {spoken(sites.metric)} beside alone (test rows; "
-        f"few are below {FEW_ROWS}): {', '.join(texts)}"
-    )
-    best = str(sites.gains.mean().idxmax())
-    if best != ours.name:
-        mean = number(sites.values[best].mean())
-        yield f"Best on own rows: {best}, {spoken(sites.metric)} {mean}"
 
 
 def _unfitted(verdict: Verdict) -> Iterator[str]:
@@ -230,10 +216,10 @@ def _gains(verdict: Verdict) -> tuple[str, list[str]]:
     standing = verdict.recommended
     gains = []
     for metric in dict.fromkeys([*standing.clear, *verdict.judged]):
-        pair = standing.against[metric]
-        ours = f"{spoken(metric)} {number(pair.ours)}"
-        other = f"{verdict.reference.name} {number(pair.other)}"
-        gains.append(f"{ours}, {other} ({format_difference(pair)})")
+        ours = f"{spoken(metric)} {number(standing.mean(metric))}"
+        other = f"{verdict.reference.name} {number(verdict.reference.mean(metric))}"
+        difference = format_difference(standing.against[metric])
+        gains.append(f"{ours}, {other} ({difference})")
     scores = [metric for metric in standing.clear if metric != "loss"]
     count = max(1, len(scores))
     return "; ".join(gains[:count]), gains[count:]

@@ -108,7 +108,7 @@ def sites_table(sites: SiteGains) -> Table:
     for name, against in sites.against.items():
         gained = (NONE, NONE)
         if sites.alone not in ("", name):
-            gained = (sites.count(name), format_difference(against))
+            gained = (sites.better(name), format_difference(against))
         values = sites.values[name]
         worst = sites.worst(name)
         lines.append(

@@ -109,7 +109,7 @@ class OwnRows:
                 self._record(int(row["site"]), sites.measure, values)
 
     def _measure(self, model: Any, client: int, *heads: str) -> None:
-        """Add rows of a model without a task head for sites, at one site."""
+        """Add rows of a model as it is, at one site."""
         task = self.task
         rows = own_test_rows(task, self.cell.seed, client)
         scores = training.evaluate(model, task, task.test, rows)
@@ -133,17 +133,15 @@ class OwnRows:
         """
         cell = self.cell
         before = tensors_of(model)
+        of_choice = cell.client_rows()
+        task = self.task
         for client, rows in self.clients.items():
             load_tensors(model, before)
-            old = self._held_out_loss(model, client)
+            old = training.evaluate(model, task, task.train, of_choice[client])
             stream = (cell.seed * 1_000 + cell.experiment.rounds + 1) * 1_000 + client
-            training.train(model, self.task, rows, stream, epochs, cell.job["lr"])
-            falls = self._held_out_loss(model, client) < old
-            if cell.strategy.chooses and not falls:
+            training.train(model, task, rows, stream, epochs, cell.job["lr"])
+            new = training.evaluate(model, task, task.train, of_choice[client])
+            if cell.strategy.chooses and not new["loss"] < old["loss"]:
                 load_tensors(model, before)
             self._measure(model, client, OWN)
         load_tensors(model, before)
-
-    def _held_out_loss(self, model: Any, client: int) -> float:
-        _, rows = self.task.client_rows(self.cell.seed, client)
-        return training.evaluate(model, self.task, self.task.train, rows)["loss"]

@@ -38,8 +38,6 @@ LINES = ("-", "--", "-.", ":")
 LOGARITHMIC = frozenset({"perplexity", "pseudo_perplexity"})
 #: Largest number of characters of a name in a picture.
 LONGEST = 32
-#: Most sites whose names stand in a picture.
-MOST_SITES = 40
 #: Rounds and values of metrics by name.
 Series: TypeAlias = Mapping[str, Sequence[tuple[int, float]]]
 #: Width in inches of a picture that can be read on a phone.
@@ -150,23 +148,19 @@ def sites_plot(
 ) -> Figure:
     """Draw a line for each site, from alone to federated.
 
-    More than ``MOST_SITES`` sites have no names.
-
     Args:
         pairs: the values of each site, by name.
         ends: what the values are of.
     """
     places = range(len(pairs))
-    height = 0.27 * min(len(places), MOST_SITES) + 1.1
-    figure, panels = new_figure([metric], height)
+    figure, panels = new_figure([metric], height=0.27 * len(places) + 1.1)
     ax = panels[metric]
     values = [*zip(*pairs.values(), strict=True)]
     ax.hlines(places, *values, color="0.7")
-    for end, (name, of_end) in enumerate(zip(ends, values, strict=True)):
-        look: Any = {"color": PALETTE[end], "marker": MARKERS[end], "ls": ""}
-        ax.plot(of_end, places, label=as_label(name), **look)
-    named = len(places) <= MOST_SITES
-    ax.set_yticks(places if named else (), map(as_label, pairs) if named else ())
+    for end, name in enumerate(ends):
+        label = as_label(name)
+        ax.plot(values[end], places, MARKERS[end], color=PALETTE[end], label=label)
+    ax.set_yticks(places, map(as_label, pairs))
     ax.invert_yaxis()
     ax.set_xlabel(as_label(spoken(metric)))
     figure.legend(loc="outside lower left", ncols=2, frameon=False)

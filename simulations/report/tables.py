@@ -149,8 +149,8 @@ def lost_table(rows: Iterable[Row]) -> Table | None:
     rounds_of = defaultdict[tuple[str, ...], list[int]](list)
     for row in rows:
         for what in {"dropped", "failed"} & row.keys():
-            loss = (row.get("strategy", NONE), str(row["client"]), what, row[what])
-            rounds_of[loss].append(row["round"])
+            loss = (row.get("strategy", NONE), row["client"], what, row[what])
+            rounds_of[tuple(map(str, loss))].append(row["round"])
     if not rounds_of:
         return None
     lines = [

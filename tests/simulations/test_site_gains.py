@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from fedrot.simulations.cli.app import app
 from fedrot.simulations.report.findings import lead, sentences
-from fedrot.simulations.report.plots import MOST_SITES, sites_plot
+from fedrot.simulations.report.plots import sites_plot
 from fedrot.simulations.report.tables import sites_table
 from fedrot.simulations.summary import verdicts_of
 from tests.simulations.commands import simulated
@@ -131,9 +131,6 @@ def test_the_picture_has_a_line_for_each_site():
     assert [*zip(*drawn, strict=True)] == [*pairs.values()]
     names = [text.get_text() for text in ax.get_yticklabels()]
     assert names == ["a", "b", r"\$x"]
-    many = {str(n): (0.1, 0.2) for n in range(MOST_SITES + 1)}
-    (ax,) = sites_plot(many, "accuracy", ("a", "b")).axes
-    assert (len(ax.lines[0].get_xdata()), len(ax.get_yticks())) == (MOST_SITES + 1, 0)
 
 
 def test_the_first_screen_answers_whether_to_join_and_who_gains(tmp_path):

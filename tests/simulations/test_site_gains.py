@@ -55,8 +55,7 @@ def judged(rows, about=(), partition="column:site"):
     ],
 )
 def test_the_first_sentence_has_both_answers(gains, words):
-    said = lead(judged(of("fedavg", *np.add(HEAD, gains))))
-    first = said.split("). ")[0].split(". ")[0]
+    first = lead(judged(of("fedavg", *np.add(HEAD, gains)))).split(". ")[0]
     assert words in first
     # Of several seeds, the interval is over their means.
     units = np.mean(gains, axis=1) if len(gains) > 1 else gains[0]

@@ -2,8 +2,6 @@
 terminals, no hub.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import tempfile
@@ -31,9 +29,7 @@ collect_ignore = (
 )
 
 
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> None:
+def pytest_collection_modifyitems(config, items):
     """Leave tests marked ``long`` to ``make test-all``."""
     if not os.environ.get("FEDROT_TEST_ALL"):
         long = [item for item in items if item.get_closest_marker("long")]

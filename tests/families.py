@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
 import fedrot
 from fedrot.check import Float64
-from tests.models import State, randomise, with_separate_tables
+from tests.models import randomise, with_separate_tables
 
 VOCABULARY = 40
 
@@ -150,7 +149,7 @@ class Member:
     bare: bool = False
     default_dtype: bool = False
 
-    def build(self, attention: str) -> Any:
+    def build(self, attention):
         """Return the model as transformers initialises it, float32."""
         config = getattr(transformers, f"{self.config or self.model}Config")(
             **self.settings
@@ -422,16 +421,16 @@ ALIBI = ("falcon-rw", "bloom")
 FIXED = ("xglm",)
 
 
-def _float64_by_default(*_: object) -> None:
+def _float64_by_default(*_):
     torch.set_default_dtype(torch.float64)
 
 
-def _float32_by_default(*_: object) -> None:
+def _float32_by_default(*_):
     torch.set_default_dtype(torch.float32)
 
 
 @cache
-def _model(name: str, attention: str) -> Any:
+def _model(name, attention):
     model = randomise(MEMBERS[name].build(attention).double()).eval()
     if MEMBERS[name].default_dtype:
         model.register_forward_pre_hook(_float64_by_default)
@@ -439,30 +438,28 @@ def _model(name: str, attention: str) -> Any:
     return model
 
 
-def config_of(name: str) -> Any:
+def config_of(name):
     """Return the configuration of a member."""
     return _model(name, "eager").config
 
 
 @cache
-def _state(name: str, seed: int) -> State:
+def _state(name, seed):
     model = randomise(copy.deepcopy(_model(name, "eager")), seed)
     return {key: value.detach().clone() for key, value in model.state_dict().items()}
 
 
-def state_of(name: str, seed: int = 0) -> State:
+def state_of(name, seed=0):
     """Return a private copy of a member's random float64 state dict."""
     return {key: value.clone() for key, value in _state(name, seed).items()}
 
 
-def symmetry_for(name: str) -> fedrot.Symmetry:
+def symmetry_for(name):
     """Return the symmetry of a member."""
     return fedrot.symmetry_of(config_of(name), state_of(name))
 
 
-def model_of(
-    name: str, tensors: Mapping[str, Tensor] | None = None, attention: str = "eager"
-) -> Any:
+def model_of(name, tensors=None, attention="eager"):
     """Return a float64 model of its own with these tensors, random ones if None."""
     model = copy.deepcopy(_model(name, attention))
     if tensors is not None:
@@ -470,7 +467,7 @@ def model_of(
     return model
 
 
-def inputs(name: str, rows: int = 2) -> dict[str, Tensor]:
+def inputs(name, rows=2):
     """Return rows of inputs, texts padded on the right in every second row."""
     generator = torch.Generator().manual_seed(7)
     takes = MEMBERS[name].takes
@@ -498,7 +495,7 @@ def inputs(name: str, rows: int = 2) -> dict[str, Tensor]:
     return batch
 
 
-def answers(name: str, model: Any, rows: int = 2) -> Tensor:
+def answers(name, model, rows=2):
     """Return what a member computes from its inputs, flat: logits, scores,
     embeddings.
     """
@@ -523,16 +520,14 @@ def answers(name: str, model: Any, rows: int = 2) -> Tensor:
 
 
 @cache
-def _loaded(name: str, attention: str) -> Any:
+def _loaded(name, attention):
     """Return a model whose tied tensors became separate ones, as canonical tensors need
     it.
     """
     return with_separate_tables(model_of(name, attention=attention))
 
 
-def outputs(
-    name: str, tensors: Mapping[str, Tensor], attention: str = "eager"
-) -> Tensor:
+def outputs(name, tensors, attention="eager"):
     """Return what the model with these tensors computes; see ``answers``."""
     model = _loaded(name, attention)
     model.load_state_dict(dict(tensors))

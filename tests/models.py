@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +20,6 @@ from transformers import (
 )
 
 import fedrot
-from fedrot.symmetry.groups import Group
 
 # Small tensors gain nothing from threads, and on busy cores their barriers cost twenty
 # times the work.
@@ -31,7 +30,6 @@ WIDTH = HEADS * DIM
 
 State = dict[str, Tensor]
 Parts = tuple[str, ...]
-Settings = dict[str, Any]
 
 #: The parts inside the layers, and all there are.
 FULL = ("heads", "attention", "ffn")
@@ -56,12 +54,12 @@ class Names:
     up: str
     down: str
 
-    def of(self, layer: int, module: str) -> str:
+    def of(self, layer, module):
         """Return the full name of one module of one layer."""
         return f"{self.stack}.{layer}.{getattr(self, module)}"
 
 
-def _bert_names(prefix: str) -> Names:
+def _bert_names(prefix):
     return Names(
         stack=f"{prefix}.encoder.layer",
         query="attention.self.query",
@@ -95,7 +93,7 @@ class Case:
     names: Names
 
 
-def _settings(attention: str) -> dict[str, Any]:
+def _settings(attention):
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": WIDTH,
@@ -108,7 +106,7 @@ def _settings(attention: str) -> dict[str, Any]:
     }
 
 
-def bert_config(attention: str = "eager") -> Any:
+def bert_config(attention="eager"):
     """Return the configuration of the small BERT."""
     return BertConfig(**_settings(attention))
 
@@ -156,11 +154,11 @@ _TASKS = {
 }
 
 
-def _case(family: str, task: str) -> Case:
+def _case(family, task):
     prefix, configuration, own, names = _FAMILIES[family]
     suffix, settings = _TASKS[task]
 
-    def build(attention: str) -> Any:
+    def build(attention):
         merged = {**_settings(attention), **own, **settings}
         if family == "distilbert":
             merged = {
@@ -171,7 +169,7 @@ def _case(family: str, task: str) -> Case:
     return Case(f"{family}-{task}", build, names)
 
 
-def _cases(tasks: Mapping[str, str]) -> dict[str, Case]:
+def _cases(tasks):
     found = [
         _case(family, task)
         for family, listed in tasks.items()
@@ -215,7 +213,7 @@ _ALL = EVERY | BARE
 FEW = ("bert-classifier", "distilbert-mlm")
 
 
-def randomise(model: Any, seed: int = 0) -> Any:
+def randomise(model, seed=0):
     """Set every parameter, biases and norms included, to random non-zero values, in
     place.
     """
@@ -231,29 +229,29 @@ def randomise(model: Any, seed: int = 0) -> Any:
 
 
 @cache
-def _model(name: str, attention: str, dtype: torch.dtype) -> Any:
+def _model(name, attention, dtype):
     return randomise(_ALL[name].build(attention).to(dtype)).eval()
 
 
-def fresh_model(name: str, attention: str = "eager", seed: int = 0) -> Any:
+def fresh_model(name, attention="eager", seed=0):
     """Return a float64 model of its own, which the test may change."""
     return randomise(copy.deepcopy(_model(name, attention, torch.float64)), seed)
 
 
-def config_of(name: str) -> Any:
+def config_of(name):
     """Return the configuration of a case."""
     return _model(name, "eager", torch.float64).config
 
 
 @cache
-def _state(name: str, seed: int) -> State:
+def _state(name, seed):
     return {
         k: v.detach().clone()
         for k, v in fresh_model(name, seed=seed).state_dict().items()
     }
 
 
-def state_of(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> State:
+def state_of(name, seed=0, dtype=torch.float64):
     """Return a private copy of a case's random state dict; another seed is an unrelated
     model.
     """
@@ -263,12 +261,12 @@ def state_of(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> St
     }
 
 
-def symmetry_for(name: str) -> fedrot.Symmetry:
+def symmetry_for(name):
     """Return the symmetry of a case, described from its state dict."""
     return fedrot.symmetry_of(config_of(name), state_of(name))
 
 
-def inputs(name: str = "") -> dict[str, Tensor]:
+def inputs(name=""):
     """Return two token sequences, the second one padded; RoBERTa's padding index is
     avoided.
 
@@ -282,9 +280,7 @@ def inputs(name: str = "") -> dict[str, Tensor]:
     return {k: v[None] for k, v in batch.items()} if name.endswith("-choice") else batch
 
 
-def logits(
-    name: str, tensors: Mapping[str, Tensor], attention: str = "eager"
-) -> Tensor:
+def logits(name, tensors, attention="eager"):
     """Return all outputs of the model with these tensors, flat, in the dtype of the
     tensors.
     """
@@ -300,7 +296,7 @@ def logits(
     return torch.cat([output.flatten() for output in found.to_tuple()])
 
 
-def near(state: Mapping[str, Tensor], scale: float, seed: int = 1) -> State:
+def near(state, scale, seed=1):
     """Return the state plus Gaussian noise of that relative size, tensor by tensor."""
     generator = torch.Generator().manual_seed(seed)
     moved = {}
@@ -314,7 +310,7 @@ def near(state: Mapping[str, Tensor], scale: float, seed: int = 1) -> State:
     return moved
 
 
-def squared_distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+def squared_distance(one, other):
     """Return the squared distance over all floating-point tensors, summed in
     float64.
     """
@@ -325,28 +321,28 @@ def squared_distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> 
     return total
 
 
-def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+def largest_difference(one, other):
     """Return the largest absolute difference over all tensors."""
     assert one.keys() == other.keys()
     return max(float((one[n].double() - other[n].double()).abs().max()) for n in one)
 
 
-def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+def same(one, other):
     """Return whether two states have the same tensors, entry by entry."""
     return one.keys() == other.keys() and not changed(one, other)
 
 
-def changed(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> set[str]:
+def changed(one, other):
     """Return the names of the tensors that differ."""
     return {name for name in one if not torch.equal(one[name], other[name])}
 
 
-def copied(state: Mapping[str, Tensor]) -> State:
+def copied(state):
     """Return copies of all tensors."""
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
-def cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> State:
+def cast(state, dtype):
     """Return the state with floating-point tensors of another dtype."""
     return {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -354,27 +350,22 @@ def cast(state: Mapping[str, Tensor], dtype: torch.dtype) -> State:
     }
 
 
-def align_tensors(
-    update: Mapping[str, Tensor],
-    anchor: Mapping[str, Tensor] | fedrot.Anchor,
-    symmetry: fedrot.Symmetry,
-    *how: Any,
-) -> State:
+def align_tensors(update, anchor, symmetry, *how):
     """Return the tensors of an update that was aligned to an anchor."""
     return fedrot.align(update, anchor, symmetry, *how).apply(update)
 
 
-def tensors_of(groups: Iterable[Group]) -> set[str]:
+def tensors_of(groups):
     """Return the names of the tensors that groups act on."""
     return {slot.tensor for group in groups for slot in group.slots}
 
 
-def movable(symmetry: fedrot.Symmetry, parts: Parts = EVERYTHING) -> Parts:
+def movable(symmetry, parts=EVERYTHING):
     """Return the parts that can be moved."""
     return tuple(part for part in parts if part not in symmetry.refused)
 
 
-def with_separate_tables(model: nn.Module) -> nn.Module:
+def with_separate_tables(model):
     """Return the model itself, in which every parameter has storage of its own now."""
     seen = set()
     for module in model.modules():

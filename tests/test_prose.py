@@ -1,7 +1,5 @@
 """The prose that users read: the project's words, no filler, and no long page."""
 
-from __future__ import annotations
-
 import pkgutil
 import re
 from pathlib import Path

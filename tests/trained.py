@@ -1,15 +1,9 @@
 """Small LLaMAs that were trained from different starts on texts of their own."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping
 from functools import cache
 
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from tests.models import State
 
 CONFIG = LlamaConfig(
     vocab_size=10,
@@ -22,11 +16,11 @@ CONFIG = LlamaConfig(
 )
 
 
-def build() -> LlamaForCausalLM:
+def build():
     return LlamaForCausalLM(CONFIG)
 
 
-def rows(seed: int, count: int) -> Iterable[Mapping[str, Tensor]]:
+def rows(seed, count):
     """Return texts in which each token follows from the two before it, but for one in
     five.
     """
@@ -41,7 +35,7 @@ def rows(seed: int, count: int) -> Iterable[Mapping[str, Tensor]]:
 
 
 @cache
-def trained(seed: int) -> State:
+def trained(seed):
     """Return a model that was trained from a start of its own on rows of its own."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -57,7 +51,7 @@ def trained(seed: int) -> State:
     }
 
 
-def loss(tensors: State) -> float:
+def loss(tensors):
     """Return the loss on rows that nobody has seen."""
     model = build().eval()
     model.load_state_dict(tensors)

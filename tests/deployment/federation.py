@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,7 @@ SCRIPTS = Path(sys.executable).parent
 PATIENCE = 300
 
 
-def documented_commands() -> dict[str, str]:
+def documented_commands():
     """Return the page's commands by their titles."""
     text = (ROOT / "docs" / "how-to" / "deploy.md").read_text(encoding="utf-8")
     blocks = re.findall(
@@ -39,7 +38,7 @@ class Federation:
     found, the ones included that Flower detaches.
     """
 
-    def __init__(self, folder: Path, nodes: int = 4) -> None:
+    def __init__(self, folder, nodes=4):
         self.folder = folder
         self.nodes = " ".join(map(str, range(nodes)))  # the page has two
         self.commands = documented_commands()
@@ -47,13 +46,13 @@ class Federation:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.port, self.spare_port, *self.node_ports = free_ports(6)
 
-    def __enter__(self) -> Federation:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.stop()
 
-    def command(self, name: str, node: int = 0, port: int | None = None) -> str:
+    def command(self, name, node=0, port=None):
         """Return a command of the page, for the given node, our nodes and free
         ports.
         """
@@ -70,7 +69,7 @@ class Federation:
             command = command.replace(old, new)
         return command
 
-    def start(self, name: str, command: str) -> subprocess.Popen[bytes]:
+    def start(self, name, command):
         """Start a command that stays; its output goes to a log."""
         environment = {
             **os.environ,
@@ -95,7 +94,7 @@ class Federation:
             )
         return self.processes[name]
 
-    def run(self, name: str, command: str | None = None) -> str:
+    def run(self, name, command=None):
         """Run a command that ends, one of the page if none is given, and return its
         output.
         """
@@ -103,13 +102,13 @@ class Federation:
         assert code == 0, f"'{name}' ended with {code}.\n{self.logs()}"
         return self.log(name)
 
-    def wait(self, name: str, command: str) -> int:
+    def wait(self, name, command):
         """Run a command that ends and return its exit code."""
         process = self.start(name, command)
         self.until(lambda: process.poll() is not None, f"'{name}' ends")
         return process.returncode
 
-    def until(self, condition: Callable[[], bool], what: str) -> None:
+    def until(self, condition, what):
         """Wait for a condition.
 
         Raises:
@@ -122,7 +121,7 @@ class Federation:
             )
             time.sleep(0.1)
 
-    def listens(self) -> bool:
+    def listens(self):
         """Tell whether the SuperLink takes connections."""
         assert self.processes["superlink"].poll() is None, (
             f"The SuperLink ended.\n{self.logs()}"
@@ -134,7 +133,7 @@ class Federation:
             return True
         return False
 
-    def kill(self, name: str) -> None:
+    def kill(self, name):
         """Kill a process and all it started, as if its machine lost power."""
         root = psutil.Process(self.processes[name].pid)
         for process in (root, *root.children(recursive=True)):
@@ -142,7 +141,7 @@ class Federation:
                 process.send_signal(signal.SIGKILL)
         self.processes[name].wait()
 
-    def stop(self) -> None:
+    def stop(self):
         """Kill everything that runs in this federation's Flower homes, until nothing is
         left.
 
@@ -159,21 +158,21 @@ class Federation:
                 started.poll()
             time.sleep(0.05)
 
-    def left(self) -> Iterator[psutil.Process]:
+    def left(self):
         """Return what still runs; a process shows its home until it is gone."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("FLWR_HOME", "").startswith(str(self.folder)):
                     yield process
 
-    def log(self, name: str) -> str:
+    def log(self, name):
         """Return what a command has printed, without colours."""
         text = (self.folder / f"{name}.log").read_text(
             encoding="utf-8", errors="replace"
         )
         return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
-    def logs(self, lines: int = 40) -> str:
+    def logs(self, lines=40):
         """Return the ends of all logs."""
         tails = []
         for name in self.processes:
@@ -182,7 +181,7 @@ class Federation:
         return "\n".join(tails)
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count):
     """Return ports that nothing listens on, all different because all are held at
     once.
     """

@@ -2,8 +2,6 @@
 go wrong.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

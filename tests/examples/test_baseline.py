@@ -1,7 +1,5 @@
 """The baseline: every strategy runs on tiny data, without a network."""
 
-from __future__ import annotations
-
 import pandas
 import pytest
 

@@ -6,8 +6,6 @@ told here: the examples' own ``[tool.uv]`` must be enough, with an empty cache a
 registry.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json
@@ -197,8 +195,14 @@ def language(tmp_path_factory):
     example.
     """
     folder = tmp_path_factory.mktemp("language")
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    model = save_model(folder / "model", "GPT2LMHeadModel", **sizes)
+    model = save_model(
+        folder / "model",
+        "GPT2LMHeadModel",
+        n_embd=32,
+        n_layer=1,
+        n_head=2,
+        n_positions=64,
+    )
     rows = [("Say how you liked it.", text) for text in TEXTS * 12]
     data = save_rows(folder / "data" / "train.csv", ("instruction", "output"), *rows)
     return (

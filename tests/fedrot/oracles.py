@@ -1,51 +1,43 @@
 """What the slow oracles of several topics share."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import numpy as np
 import torch
-from torch import Tensor
 
-import fedrot
-from fedrot.symmetry.actions import Action, HeadRotation, Permutation
+from fedrot.symmetry.actions import HeadRotation, Permutation
 from fedrot.symmetry.groups import Move
 from fedrot.symmetry.signs import SignedPermutation
-from tests.models import DIM, Names, Parts, State
+from tests.models import DIM
 
 Array = np.ndarray
 
 
-def seeded(seed: int) -> torch.Generator:
+def seeded(seed):
     """Return a generator of that seed."""
     return torch.Generator().manual_seed(seed)
 
 
-def normal(generator: torch.Generator, *shape: int) -> Tensor:
+def normal(generator, *shape):
     """Return standard normal numbers, float64."""
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def drawing(seed: int) -> Callable[..., Tensor]:
+def drawing(seed):
     """Return a function that draws standard normal numbers of a shape, float64."""
     generator = seeded(seed)
     return lambda *shape: normal(generator, *shape)
 
 
-def eye(size: int) -> Tensor:
+def eye(size):
     """Return a unit matrix, float64."""
     return torch.eye(size, dtype=torch.float64)
 
 
-def gap(found: Tensor, expected: Tensor) -> Tensor:
+def gap(found, expected):
     """Return the largest absolute difference."""
     return (found - expected).abs().max()
 
 
-def cross(
-    state: State, other: State, names: Names, layer: int, head: int, pair: str
-) -> Tensor:
+def cross(state, other, names, layer, head, pair):
     """Return one head's cross matrix from the definition, anchor rows times client
     rows.
     """
@@ -64,7 +56,7 @@ def cross(
     return total
 
 
-def dense(action: Action, element: Tensor, size: int) -> Tensor:
+def dense(action, element, size):
     """Return the matrix ``[size, size]`` of an element on the covariant side, entry by
     entry.
     """
@@ -85,14 +77,12 @@ def dense(action: Action, element: Tensor, size: int) -> Tensor:
     return matrix
 
 
-def along(matrix: Tensor, tensor: Tensor, axis: int) -> Tensor:
+def along(matrix, tensor, axis):
     """Return a matrix applied to one axis of a tensor."""
     return torch.tensordot(matrix, tensor, dims=([1], [axis])).movedim(0, axis)
 
 
-def random_moves(
-    symmetry: fedrot.Symmetry, seed: int, parts: Parts
-) -> tuple[Move, ...]:
+def random_moves(symmetry, seed, parts):
     """Return a random element of every group of the parts."""
     rng = seeded(seed)
     return tuple(

@@ -2,15 +2,12 @@
 reports must say.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from fedrot import Alignment, AlignmentOptions, Symmetry, align, random_equivalent
+from fedrot import AlignmentOptions, align, random_equivalent
 from fedrot.symmetry.groups import apply_moves
 from tests import families
 from tests.fedrot.oracles import normal, seeded
@@ -25,9 +22,6 @@ from tests.models import (
     HEADS,
     LAYERS,
     NEURONS,
-    Names,
-    Parts,
-    State,
     align_tensors,
     cast,
     changed,
@@ -58,13 +52,12 @@ OPTIONS = {
 }
 
 
-def movable_options(options: AlignmentOptions, family: str) -> AlignmentOptions:
+def movable_options(options, family):
     """Return the options with the parts that a family may move."""
-    symmetry = families.symmetry_for(family)
-    return replace(options, parts=movable(symmetry, options.parts))
+    return replace(options, parts=movable(families.symmetry_for(family), options.parts))
 
 
-def beside(family: str, *shares: float) -> list[State]:
+def beside(family, *shares):
     """Return a model and others, a share of an unrelated one away from it; float32."""
     anchor, other = (
         cast(families.state_of(family, seed), torch.float32) for seed in (0, 1)
@@ -79,9 +72,7 @@ def beside(family: str, *shares: float) -> list[State]:
     return [anchor, *moved]
 
 
-def touched_by(
-    names: Names, parts: Parts, layers: tuple[int, ...] = (0, 1)
-) -> set[str]:
+def touched_by(names, parts, layers=(0, 1)):
     """Return the tensors that the parts act on: output biases of ``output`` and
     ``down`` excluded.
     """
@@ -94,12 +85,12 @@ def touched_by(
     return found
 
 
-def only(state: State, names: set[str]) -> State:
+def only(state, names):
     """Return the tensors of these names."""
     return {name: state[name] for name in names}
 
 
-def _conflicting(state: State, names: Names) -> State:
+def _conflicting(state, names):
     """Heads and neurons shuffled differently in every module: no single order serves
     them all.
     """
@@ -138,9 +129,7 @@ PAIRS = {
 }
 
 
-def checked_report(
-    name: str, update: State, anchor: State, options: AlignmentOptions
-) -> tuple[float, float]:
+def checked_report(name, update, anchor, options):
     """Check the totals and rows of a report against the tensors; return both distances.
 
     Rows of groups that share no tensors are checked by replaying the moves one by one.
@@ -153,13 +142,12 @@ def checked_report(
     aligned = alignment.apply(update)
     report = alignment.report
 
-    def distance(state: State, names: set[str] = touched) -> float:
+    def distance(state, names=touched):
         return squared_distance(only(state, names), anchor)
 
     assert changed(aligned, update) <= touched
     before, after = map(distance, (update, aligned))
-    size = sum(float(update[key].square().sum()) for key in touched)
-    slack = 1e-11 * (before + size)
+    slack = 1e-11 * (before + sum(float(update[key].square().sum()) for key in touched))
     assert squared_distance(aligned, anchor) <= squared_distance(update, anchor) * (
         1 + 1e-12
     )
@@ -191,13 +179,7 @@ def checked_report(
     return before, after
 
 
-def recovered(
-    moved: State,
-    anchor: State,
-    symmetry: Symmetry,
-    options: AlignmentOptions,
-    expected: State | None = None,
-) -> Alignment:
+def recovered(moved, anchor, symmetry, options, expected=None):
     """Check that a moved model meets its anchor, and comes back; return the alignment.
 
     The anchor in canonical form is another expected result.
@@ -211,9 +193,7 @@ def recovered(
     return alignment
 
 
-def scrambled(
-    anchor: State, symmetry: Symmetry, parts: Parts, count: int = 2
-) -> list[tuple[State, State, Alignment]]:
+def scrambled(anchor, symmetry, parts, count=2):
     """Return clients near the anchor and aligned to it, each scrambled, and the way
     back.
 
@@ -233,14 +213,14 @@ def scrambled(
     return found
 
 
-def with_other_gains(state: State, symmetry: Symmetry, seed: int) -> State:
+def with_other_gains(state, symmetry, seed):
     """Return the same function with other gains, biases of norms, and redundant
     attention biases.
     """
     out = dict(state)
     rng = seeded(seed)
 
-    def noise(like: Tensor) -> Tensor:
+    def noise(like):
         return normal(rng, like.shape)
 
     for fold in symmetry.folds:

@@ -23,10 +23,9 @@ too, for that is a copy each time.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from threading import Lock
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -67,9 +66,7 @@ class OnDevice(Tensor):
     """A tensor on the device."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
         raise AssertionError(
             "a tensor of the pretended device, used where nothing is pretended"
         )
@@ -78,10 +75,10 @@ class OnDevice(Tensor):
 class Stream:
     """What the device has been told to do in order, but has not done yet."""
 
-    def __init__(self, device: object = None) -> None:
+    def __init__(self, device=None):
         self.waiting: list[Callable[[], object]] = []
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event):
         """Do what was asked for before the event."""
         event.synchronize()
 
@@ -89,11 +86,11 @@ class Stream:
 class Event:
     """A point in a stream."""
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing=False):
         self._before: list[Callable[[], object]] = []
         self._done = Lock()
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream=None):
         """Mark what the stream has been told so far; without a stream there is nothing
         to wait for.
         """
@@ -101,11 +98,11 @@ class Event:
             self._before = stream.waiting
             stream.waiting = []
 
-    def elapsed_time(self, later: Event) -> float:
+    def elapsed_time(self, later):
         """Return milliseconds, always the same."""
         return 1.0
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """Do it."""
         with self._done:
             while self._before:
@@ -115,7 +112,7 @@ class Event:
 class Pretend(TorchFunctionMode):
     """While it lasts there is a device; see the module."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.reads = self.uploads = self.peak = self.unrecorded = 0
         self._stream = self._usual = Stream()
@@ -123,7 +120,7 @@ class Pretend(TorchFunctionMode):
         self._patches = ExitStack()
         self._storages: list[tuple[weakref.ref[Tensor], int, int]] = []
 
-    def __enter__(self) -> Pretend:
+    def __enter__(self):
         fakes = {
             "Stream": Stream,
             "Event": Event,
@@ -139,44 +136,36 @@ class Pretend(TorchFunctionMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self._patches.close()
         super().__exit__(*error)
 
-    def _forget(self, device: object = None) -> None:
+    def _forget(self, device=None):
         self.peak = self.held
 
     @contextmanager
-    def _on(self, stream: Stream) -> Iterator[None]:
+    def _on(self, stream):
         self._stream = stream
         yield
         self._stream = self._usual
 
-    def put(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def put(self, tensors):
         """Return copies on the device, which count as no upload."""
         return {name: self._wrapped(tensor.clone()) for name, tensor in tensors.items()}
 
     @property
-    def held(self) -> int:
+    def held(self):
         """The bytes that device tensors hold now, those that share storage counted
         once.
         """
         self._storages = [entry for entry in self._storages if entry[0]() is not None]
         return sum({place: size for _, place, size in self._storages}.values())
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
             return self._called(func, args, dict(kwargs or {}))
 
-    def _called(
-        self, func: Callable[..., Any], args: Sequence[Any], given: dict[str, Any]
-    ) -> Any:
+    def _called(self, func, args, given):
         if func == Tensor.device.__get__:  # type: ignore[attr-defined]
             return _place(args[0])
         if func == Tensor.is_cuda.__get__:
@@ -203,7 +192,7 @@ class Pretend(TorchFunctionMode):
         in_place = bool(args) and result is args[0]
         return tree_map(self._wrapped, result) if there and not in_place else result
 
-    def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
+    def _check(self, name, tensors):
         """Refuse what CUDA refuses, and count what waits for it."""
         if name in ("numpy", "__array__"):
             raise TypeError("can't convert a device tensor to numpy; use .cpu() first")
@@ -229,9 +218,7 @@ class Pretend(TorchFunctionMode):
         )
         self.reads += name in _WAIT or selects
 
-    def _moved(
-        self, tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Tensor:
+    def _moved(self, tensor, args, kwargs):
         """Do what ``to`` and ``cpu`` do; another device's tensor is always a copy."""
         source, target, dtype = _place(tensor), None, kwargs.get("dtype")
         for value in (*args, kwargs.get("device"), kwargs.get("other")):
@@ -262,15 +249,15 @@ class Pretend(TorchFunctionMode):
             moved = moved.as_subclass(Tensor)
         return self._wrapped(moved) if target.type == DEVICE.type else moved
 
-    def _record(self, stream: Stream) -> None:
+    def _record(self, stream):
         assert stream is self._usual
         self.unrecorded -= 1
 
-    def _count(self, source: torch.device, target: torch.device) -> None:
+    def _count(self, source, target):
         self.uploads += source.type != DEVICE.type == target.type
         self.reads += target.type != DEVICE.type == source.type
 
-    def _wrapped(self, result: Any) -> Any:
+    def _wrapped(self, result):
         """Put a tensor on the device, and note what it holds."""
         if not isinstance(result, Tensor) or isinstance(result, OnDevice):
             return result
@@ -283,5 +270,5 @@ class Pretend(TorchFunctionMode):
         return found
 
 
-def _place(tensor: Tensor) -> torch.device:
+def _place(tensor):
     return DEVICE if isinstance(tensor, OnDevice) else _HOST

@@ -1,7 +1,5 @@
 """The model itself is asked whether it has the symmetry that its names promise."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The code in the documentation runs."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import re
@@ -111,8 +109,13 @@ def test_every_block_of_the_front_pages_runs(page, tmp_path, monkeypatch):
     commands' files.
     """
     monkeypatch.chdir(tmp_path)
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=40, num_labels=6, **small)
+    config = BertConfig(
+        vocab_size=40,
+        num_labels=6,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
     model = BertForSequenceClassification(config)
     app = ClientApp()
     for folder in ("my-encoder", "path/to/encoder", "models/a", "models/b"):
@@ -187,8 +190,7 @@ def test_the_page_about_comparisons_lists_the_named_strategies():
 def test_the_page_about_commands_lists_all_of_them():
     text = (DOCS / "reference/commands.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `fedrot (\S+)` \|", text, flags=re.MULTILINE)
-    group = get_command(app)
-    assert listed == list(group.commands)
+    assert listed == list(get_command(app).commands)
 
 
 def test_the_page_about_aggregations_lists_all_of_them():

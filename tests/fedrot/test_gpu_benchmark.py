@@ -1,7 +1,5 @@
 """The benchmark for GPUs, as far as a device can be pretended."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

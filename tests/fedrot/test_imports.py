@@ -2,8 +2,6 @@
 fedrot`` is light.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

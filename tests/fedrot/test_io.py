@@ -1,7 +1,5 @@
 """Files are written whole or not at all, in the folder that was given."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -2,8 +2,6 @@
 repeats.
 """
 
-from __future__ import annotations
-
 import re
 
 import nbformat

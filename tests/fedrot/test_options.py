@@ -1,7 +1,5 @@
 """Options: what they restrict, and which are refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -122,8 +120,7 @@ def test_layers_do_not_restrict_what_belongs_to_none(layers):
     options = AlignmentOptions(parts=EVERYTHING, layers=layers)
     alignment = align(update, anchor, symmetry, options)
     chosen = options.layer_indices(LAYERS)
-    inside = {move.group.layer for move in alignment.moves} - {NO_LAYER}
-    assert inside == set(chosen)
+    assert {move.group.layer for move in alignment.moves} - {NO_LAYER} == set(chosen)
     assert {m.group.part for m in alignment.moves if m.group.layer == NO_LAYER} == {
         "residual",
         "output",

@@ -1,7 +1,5 @@
 """Distances never grow, and the report tells the truth about them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

@@ -2,8 +2,6 @@
 do instead.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """How many cases are tried, and the mutations that all fuzzing tests share."""
 
-from __future__ import annotations
-
 import functools
 import os
 

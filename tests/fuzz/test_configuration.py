@@ -1,7 +1,5 @@
 """Whatever is written into a configuration is a valid one, or a documented error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 

@@ -2,8 +2,6 @@
 without its memory.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from tempfile import TemporaryDirectory

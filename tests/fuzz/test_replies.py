@@ -2,8 +2,6 @@
 not.
 """
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

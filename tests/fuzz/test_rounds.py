@@ -2,8 +2,6 @@
 finite.
 """
 
-from __future__ import annotations
-
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import (

@@ -2,8 +2,6 @@
 finite head.
 """
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 

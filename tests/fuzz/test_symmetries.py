@@ -1,7 +1,5 @@
 """A configuration and shapes give a symmetry of these shapes, or ``SymmetryError``."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from hypothesis import strategies as st

@@ -2,8 +2,6 @@
 dependencies only.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,9 +1,5 @@
 """The command line in this process, and what it left."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner
@@ -26,13 +22,13 @@ SMALL = {
 }
 
 
-def invoke(*arguments: object) -> tuple[int, str]:
+def invoke(*arguments):
     """Run ``fedrot``; return the exit code, and the output with single spaces."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     return result.exit_code, " ".join(result.output.split())
 
 
-def run(*arguments: object, code: int = 0, says: str = "") -> str:
+def run(*arguments, code=0, says=""):
     """Run ``fedrot``, which has to end with this code and say this; return the
     output.
     """
@@ -41,20 +37,20 @@ def run(*arguments: object, code: int = 0, says: str = "") -> str:
     return output
 
 
-def settings(values: Mapping[str, object]) -> list[str]:
+def settings(values):
     """Return settings as options of ``fedrot simulate``."""
     return [
         part for name, value in values.items() for part in ("--set", f"{name}={value}")
     ]
 
 
-def simulated(out: Path, values: Mapping[str, object], *others: object) -> str:
+def simulated(out, values, *others):
     """Run ``fedrot simulate`` in this process; return what it printed."""
     given = settings({**SMALL, **values})
     return run("simulate", *others, "--out", out, "--workers", 1, *given)
 
 
-def values(out: Path, scope: str = "central") -> dict[tuple[str, int, int, str], float]:
+def values(out, scope="central"):
     """Return a run's results of a scope by strategy, seed, round and metric, without
     durations.
     """
@@ -65,7 +61,7 @@ def values(out: Path, scope: str = "central") -> dict[tuple[str, int, int, str],
     }
 
 
-def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+def contents(folder):
     return {
         str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
         for path in sorted(folder.rglob("*"))

@@ -1,7 +1,5 @@
 """A cluster on this machine."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

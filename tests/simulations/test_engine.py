@@ -1,7 +1,5 @@
 """Jobs side by side: what they say, how they fail, and two machines that share them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

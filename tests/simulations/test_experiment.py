@@ -2,8 +2,6 @@
 and files.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import tomllib
@@ -319,8 +317,7 @@ def test_names_in_a_text_may_have_commas_where_they_are_known(tmp_path):
         (" , ", []),
     ):
         assert data_names(text, tmp_path) == wanted
-    one = of(data="a,b.csv", data_dir=tmp_path)
-    assert names(one) == names(of())
+    assert names(of(data="a,b.csv", data_dir=tmp_path)) == names(of())
     assert of(**{**OF_LORA, "data": "a,b.csv", "data_dir": tmp_path}).lora
     text = "[[strategy]]\nname = 'a, b'\n[[strategy]]\nname = 'a'\n[[experiment]]\n"
     file = file_of(tmp_path, text)

@@ -2,8 +2,6 @@
 the folder.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 

@@ -2,8 +2,6 @@
 runs or reads them.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial
@@ -65,8 +63,7 @@ def sharded(path, index, folder):
     torch.save(tensors, folder.parent / "a" / PICKLES)
     (folder / WEIGHTS).unlink()
     names = dict.fromkeys(tensors, path.format(folder.parent))
-    text = json.dumps({"metadata": {}, "weight_map": names})
-    (folder / index).write_text(text)
+    (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
 def pooled_classifier(fields, folder):

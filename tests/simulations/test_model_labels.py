@@ -1,7 +1,5 @@
 """Labels of saved models meet those of the data by their names, in every task."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
@@ -106,6 +104,5 @@ def test_rows_of_a_saved_task_head_go_to_the_classes_of_their_names(how, tmp_pat
     places, _ = places_of(labels, classes)
     for row, place in zip(head.weight, places, strict=True):
         assert 0 < row.abs().max() < 0.2
-        saved = file.get_submodule(name).weight[place]
-        assert torch.equal(row, saved) == (place >= 0)
+        assert torch.equal(row, file.get_submodule(name).weight[place]) == (place >= 0)
     check_model(task, model)

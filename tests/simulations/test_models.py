@@ -2,8 +2,6 @@
 are refused.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path
@@ -67,9 +65,9 @@ EXPECTED = {
 )
 def test_a_small_model_has_the_sizes_that_were_asked_for(architecture):
     case = "image" if architecture == "vit" else architecture
-    sizes = {"layers": 3, "width": 48, "heads": 6, "max_length": 24, "dropout": 0.25}
     settings = settings_of(
-        experiment_of(case, **sizes), SimpleNamespace(shape=(8, 8, 1))
+        experiment_of(case, layers=3, width=48, heads=6, max_length=24, dropout=0.25),
+        SimpleNamespace(shape=(8, 8, 1)),
     )
     expected = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6}
     if architecture != "vit":
@@ -98,8 +96,7 @@ def test_rows_are_padded_with_the_padding_or_the_end_of_texts():
 
 
 def test_patches_divide_an_image_into_about_as_many_as_they_have_pixels():
-    sides = {1: 1, 7: 1, 9: 3, 12: 3, 28: 4, 32: 4, 64: 8}
-    for side, patch in sides.items():
+    for side, patch in {1: 1, 7: 1, 9: 3, 12: 3, 28: 4, 32: 4, 64: 8}.items():
         settings = settings_of(
             experiment_of("image"), SimpleNamespace(shape=(side, side, 3))
         )
@@ -130,8 +127,7 @@ def test_training_does_not_depend_on_the_precision_of_a_file(name, dtype, tmp_pa
     folder = save(tmp_path, config, auto, dtype)
     saved = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {dtype}
-    task = task_for(case, model=str(folder), architecture="", **changes)
-    model = model_for(task)
+    model = model_for(task_for(case, model=str(folder), architecture="", **changes))
     assert {own.dtype for own in model.parameters()} == {torch.float32}
     fresh = parts(model)
     tensors = models.tensors_of(model)

@@ -2,8 +2,6 @@
 any other.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -42,8 +40,7 @@ def test_a_sentence_transformers_model_is_read_by_its_pooling(tmp_path):
     assert model.config.pooling == "cls"
     assert [*model.config.id2label.values()] == [*task.data.label_names]
     assert model.dtype == torch.float32
-    config = model_config(task.experiment, task.data)
-    assert config.id2label == model.config.id2label
+    assert model_config(task.experiment, task.data).id2label == model.config.id2label
     check_model(task, model)
     same, other = (parts(built(task, seed)) for seed in (0, 1))
     assert equal(same, state)

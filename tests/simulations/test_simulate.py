@@ -2,8 +2,6 @@
 run.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -13,9 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -34,7 +29,6 @@ from fedrot.simulations.models import build_model
 from fedrot.simulations.report import pages
 from fedrot.simulations.run_folder import (
     WRITTEN,
-    Cell,
     RunFolder,
     cells_of,
     read_run,
@@ -43,7 +37,6 @@ from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import task_of
 from tests.simulations.commands import (
     SMALL,
-    Rows,
     contents,
     run,
     settings,
@@ -79,7 +72,7 @@ start = "different"
 CELLS = 2 * 2 * 3
 
 
-def _bare_page(path: Path, *_: Any, **__: Any) -> Path:
+def _bare_page(path, *_, **__):
     """Write a page without pictures, which take longer than these runs."""
     path.write_text("page")
     return path
@@ -111,21 +104,21 @@ def whole(tmp_path_factory):
     return folder / "run"
 
 
-def rows_of(folder: Path) -> Rows:
+def rows_of(folder):
     """Return the rows without durations."""
     return [
         row for row in read_run(folder).rows if not row["metric"].startswith("seconds-")
     ]
 
 
-def files(folder: Path) -> dict[str, int]:
+def files(folder):
     """Return when every result was written."""
     return {
         file.name: file.stat().st_mtime_ns for file in (folder / "cells").glob("*.json")
     }
 
 
-def complete(folder: Path, whole: Path) -> None:
+def complete(folder, whole):
     """A folder has the rows of the whole run, and nothing of running jobs."""
     found = read_run(folder)
     expected = read_run(whole)
@@ -162,16 +155,14 @@ def test_a_run_says_what_it_does_and_keeps_all_of_it(whole):
     assert "[ROUND 2/2]" in cell["log"]
 
 
-def wait_for(process: subprocess.Popen[str], out: Path, files: str, count: int) -> None:
+def wait_for(process, out, files, count):
     end = time.monotonic() + 400
     while len([*(out / "cells").glob(files)]) < count and time.monotonic() < end:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
 
 
-def started(
-    file: Path, out: Path, workers: int, first: int
-) -> tuple[subprocess.Popen[str], list[psutil.Process], list[psutil.Process]]:
+def started(file, out, workers, first):
     """Return a run that has finished so many parts, its children, and those that run
     jobs.
     """
@@ -235,7 +226,7 @@ def test_a_stopped_run_goes_on(file, tmp_path, whole, how, workers):
     complete(out, whole)
 
 
-def of(**fields: Any) -> Experiment:
+def of(**fields):
     values = {
         **SMALL,
         "train_limit": 60,
@@ -247,9 +238,7 @@ def of(**fields: Any) -> Experiment:
     return Experiment.from_flat({**values, **fields})
 
 
-def shown_run(
-    folder: Path, experiment: Experiment, **console: Any
-) -> tuple[runs._Run, io.StringIO]:
+def shown_run(folder, experiment, **console):
     """Return a run that nobody has begun, and what it will print."""
     shown = io.StringIO()
     listed = costs(experiment)
@@ -257,7 +246,7 @@ def shown_run(
     return runs._Run(held, *listed, Console(file=shown, width=200, **console)), shown
 
 
-def costs(*experiments: Experiment) -> tuple[list[Cell], dict[str, float]]:
+def costs(*experiments):
     """Return all cells and their costs."""
     cells = cells_of(experiments)
     return cells, costs_of(cells, {one.name: checked(one) for one in experiments})
@@ -269,9 +258,7 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
     tried = []
     run, shown = shown_run(tmp_path, of(strategies="fedavg,aligned,head_only"))
 
-    def dying(
-        jobs: list[Job], machine: Machine, hear: Callable[..., None], tick: object
-    ) -> None:
+    def dying(jobs, machine, hear, tick):
         (job,) = jobs
         listed = job.arguments[0]
         tried.append([cell.strategy.name for cell in listed])
@@ -303,9 +290,7 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
     assert third.startswith("[3 of 3] a · seed 0 · head_only: loss 1.000, task head ")
 
 
-def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(
-    tmp_path,
-):
+def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(tmp_path):
     listed = [
         of(strategies="fedavg,aligned", seeds=2),
         of(name="b", rounds=9, strategies="fedavg"),
@@ -380,7 +365,6 @@ def test_costs_are_of_trainings_that_are_not_shared():
     """By hand, in rows of training: 450 of 500 are trained on, and 20 are for tests."""
     tables = [{"name": "slow", "alignment": False, "learning_rate": 1e-4}]
     tables += [{"name": "half", "alignment": False, "fraction_train": 0.5}]
-    more = {"rounds": 2, "holdout": 0.1, "first_epochs": 3, "local_epochs": 2}
     # Rows that are trained on, and others that pass through the model.
     expected = {
         "fedavg": (2500, 80),
@@ -394,7 +378,16 @@ def test_costs_are_of_trainings_that_are_not_shared():
         "half": (500, 80),
     }
     names = [*expected][:7]
-    cells, found = costs(of(strategies=[*names, *tables], train_limit=500, **more))
+    cells, found = costs(
+        of(
+            strategies=[*names, *tables],
+            train_limit=500,
+            rounds=2,
+            holdout=0.1,
+            first_epochs=3,
+            local_epochs=2,
+        )
+    )
     for cell in cells:
         trained, passed = expected[cell.strategy.name]
         cost = trained + training.EVALUATED * (passed + 50)

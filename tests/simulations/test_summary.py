@@ -1,7 +1,5 @@
 """Intervals against scipy and printed tables, and the verdict of an experiment."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -319,8 +317,7 @@ def test_the_cheapest_within_noise_of_the_best_is_named(
     # Two seeds do not show what is noise.
     rows = [row for row in rows if row["strategy"] != "dearer"]
     assert judged(rows).recommended.name == ("cheap" if times else best)
-    two = [row for row in rows if row["seed"] != 1]
-    assert judged(two).recommended.name == best
+    assert judged([row for row in rows if row["seed"] != 1]).recommended.name == best
 
 
 @pytest.mark.parametrize(
@@ -352,16 +349,21 @@ def test_naming_one_class_is_no_learning(accuracy, macro_f1, learned):
     / 3.
     """
     seeds = {str(n): [[4, 3, 1], [2, 0, 0]] for n in (0, 1)}
-    about = {"label_names": ["a", "b", "c"], "seeds": seeds}
     values = {"accuracy": [accuracy] * 2, "macro_f1": [macro_f1] * 2}
-    found = judged(levels("fedavg", values), strategy("fedavg"), **about)
+    found = judged(
+        levels("fedavg", values),
+        strategy("fedavg"),
+        label_names=["a", "b", "c"],
+        seeds=seeds,
+    )
     assert (found.most_frequent, found.learned) == (pytest.approx(0.6), learned)
     assert lead(found).startswith("Nothing was learned") is not learned
     assert bool(found.code) is learned
     # Without names of classes there is none to name.
     assert judged(levels("fedavg", values)).learned
-    unnamed = {"label_names": [], "seeds": {"0": [[4], [2]]}}
-    assert judged(levels("fedavg", values), **unnamed).learned
+    assert judged(
+        levels("fedavg", values), label_names=[], seeds={"0": [[4], [2]]}
+    ).learned
 
 
 def test_experiments_come_in_the_order_of_the_configuration():

@@ -4,15 +4,13 @@ aggregation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord
-from flwr.serverapp.strategy import FedAvg
+from flwr.app import MetricRecord
 from torch import Tensor
 
 import fedrot
@@ -31,6 +29,7 @@ UP, DOWN = (
     "bert.encoder.layer.0.output.dense.weight",
 )
 HEAD = ("classifier.weight", "classifier.bias")
+PARTS = fedrot.AlignmentOptions().parts
 PERMUTATIONS = fedrot.AlignmentOptions(parts=("heads", "ffn"))
 ANCHOR = pytest.mark.parametrize("anchor", ["global", "running"])
 
@@ -42,7 +41,7 @@ class Client:
     statistics: Statistics
 
 
-def batches(seed: int, rows: int = 16, length: int = 12) -> list[dict[str, Tensor]]:
+def batches(seed, rows=16, length=12):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, VOCABULARY, (rows, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -50,22 +49,22 @@ def batches(seed: int, rows: int = 16, length: int = 12) -> list[dict[str, Tenso
     return [{"input_ids": ids, "attention_mask": mask}]
 
 
-def loaded(tensors: State) -> Any:
+def loaded(tensors):
     model = build()
     model.load_state_dict(tensors)
     return model
 
 
-def grams(tensors: State, seed: int = 0, **options: Any) -> Statistics:
+def grams(tensors, seed=0, **options):
     return fedrot.collect_gram(loaded(tensors), batches(seed), **options)
 
 
-def fishers(tensors: State, seed: int = 0) -> Statistics:
+def fishers(tensors, seed=0):
     return fedrot.collect_fisher(loaded(tensors), batches(seed, rows=6))
 
 
 @cache
-def _honest(collect: Callable[..., Statistics]) -> tuple[Client, ...]:
+def _honest(collect):
     updates = [near(state(), 0.05, seed) for seed in range(3)]
     return tuple(
         Client(update, weight, collect(update, seed))
@@ -75,7 +74,7 @@ def _honest(collect: Callable[..., Statistics]) -> tuple[Client, ...]:
     )
 
 
-def honest(collect: Callable[..., Statistics] = grams) -> list[Client]:
+def honest(collect=grams):
     """Return three clients that trained from the broadcast model, each on data of its
     own.
     """
@@ -88,11 +87,7 @@ def honest(collect: Callable[..., Statistics] = grams) -> list[Client]:
     ]
 
 
-def scrambled(
-    clients: Iterable[Client],
-    collect: Callable[..., Statistics] = grams,
-    parts: tuple[str, ...] = fedrot.AlignmentOptions().parts,
-) -> list[Client]:
+def scrambled(clients, collect=grams, parts=PARTS):
     """Return the same functions in other coordinates, with statistics of those."""
     found = []
     for seed, client in enumerate(clients):
@@ -101,13 +96,7 @@ def scrambled(
     return found
 
 
-def answer(
-    to: Message,
-    client: Client,
-    index: int,
-    dtype: torch.dtype = torch.float32,
-    **metrics: Any,
-) -> Message:
+def answer(to, client, index, dtype=torch.float32, **metrics):
     message = reply(to, client.update, client.weight, index, **metrics)
     if client.statistics:
         message.content[STATISTICS] = statistics_record(client.statistics, dtype)
@@ -115,13 +104,8 @@ def answer(
 
 
 def finished(
-    strategy: FedAvg,
-    clients: Sequence[Client],
-    server_round: int = 1,
-    base: State | None = None,
-    dtype: torch.dtype = torch.float32,
-    **metrics: Any,
-) -> Any:
+    strategy, clients, server_round=1, base=None, dtype=torch.float32, **metrics
+):
     """Play a round that may have no model; each metric is one number for each
     client.
     """
@@ -133,27 +117,27 @@ def finished(
     return strategy.aggregate_train(server_round, replies)
 
 
-def play(*given: Any, **settings: Any) -> tuple[ArrayRecord, MetricRecord]:
+def play(*given, **settings):
     arrays, metrics = finished(*given, **settings)
     assert arrays is not None
     return arrays, metrics or MetricRecord()
 
 
-def merged(aggregator: Any, clients: Iterable[Client]) -> State:
+def merged(aggregator, clients):
     for client in clients:
         aggregator.add(client.update, client.weight, client.statistics)
     return aggregator.result()
 
 
-def mean(clients: Iterable[Client]) -> State:
+def mean(clients):
     return merged(Mean(), [replace(client, statistics={}) for client in clients])
 
 
-def apart(result: ArrayRecord, expected: State) -> float:
+def apart(result, expected):
     return difference(tensors_of(result), expected)
 
 
-def headless(client: Client, rows: Iterable[int] | None) -> Client:
+def headless(client, rows):
     """Return a client that trained some rows of the head, or has none."""
     if rows is None:
         update = {

@@ -1,13 +1,10 @@
 """The small classifier that rounds with replies in another basis are played with."""
 
-from __future__ import annotations
-
 import torch
 from flwr.app import ArrayRecord
-from torch import nn
 
 import fedrot
-from tests.models import CASES, State, logits, state_of, symmetry_for
+from tests.models import CASES, logits, state_of, symmetry_for
 from tests.strategies.fakes import tensors_of
 
 NAME = "bert-classifier"
@@ -15,23 +12,23 @@ SYMMETRY = symmetry_for(NAME)
 WHOLE = fedrot.AlignmentOptions(parts=fedrot.WHOLE_MODEL)
 
 
-def build() -> nn.Module:
+def build():
     return CASES[NAME].build("eager")
 
 
-def state(seed: int = 0) -> State:
+def state(seed=0):
     """Return a float32 state dict; another seed is an unrelated model."""
     return state_of(NAME, seed, torch.float32)
 
 
-def permuted(tensors: State, seed: int) -> State:
+def permuted(tensors, seed):
     """Return the same function in other coordinates, those of the residual stream
     included.
     """
     return fedrot.random_equivalent(tensors, SYMMETRY, seed, fedrot.WHOLE_MODEL)
 
 
-def error(tensors: ArrayRecord | State, expected: State) -> float:
+def error(tensors, expected):
     """Return how far the logits of a model are from the expected ones."""
     found = tensors_of(tensors) if isinstance(tensors, ArrayRecord) else tensors
     return float((logits(NAME, found) - logits(NAME, expected)).abs().max())

@@ -1,7 +1,5 @@
 """Fixtures of the strategies' tests."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

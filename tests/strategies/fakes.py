@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from itertools import count
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,27 +16,17 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
-from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
-from torch import Tensor
 
 from fedrot.simulations.federation.grids import LocalGrid
 from fedrot.strategies import Aligned
-from tests.models import State
 
 TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
 
 Client = Callable[[Message], Message | None]
 
 
-def reply(
-    to: Message,
-    tensors: dict[str, Tensor],
-    examples: Any,
-    client: int | None = None,
-    **metrics: Any,
-) -> Message:
+def reply(to, tensors, examples, client=None, **metrics):
     """Answer a message with tensors, a number of examples, and optionally the client's
     own id.
     """
@@ -52,7 +41,7 @@ def reply(
     return Message(content, reply_to=to)
 
 
-def failure(to: Message) -> Message:
+def failure(to):
     return Message(Error(code=1, reason="crashed"), reply_to=to)
 
 
@@ -61,37 +50,32 @@ class FakeGrid(LocalGrid):
     every delivery.
     """
 
-    def __init__(self, clients: Mapping[int, Client]) -> None:
+    def __init__(self, clients):
         super().__init__(clients)
         self.asked: list[list[int]] = []
 
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+    def push_messages(self, messages):
         sent = list(messages)
         self.asked.append([message.metadata.dst_node_id for message in sent])
         return super().push_messages(sent)
 
 
-def grid_of(clients: Iterable[Client]) -> FakeGrid:
+def grid_of(clients):
     """Return a grid whose nodes are these clients, from number 100 on."""
     return FakeGrid(dict(enumerate(clients, start=100)))
 
 
-def node_of(app: ClientApp, run: int = 1, **config: Any) -> Client:
+def node_of(app, run=1, **config):
     """Return a node with a real ``ClientApp``."""
     return lambda message: app(message, Context(run, 1, config, RecordDict(), {}))
 
 
-def in_front_of(strategy: type) -> Any:
+def in_front_of(strategy):
     """Return the class with alignment in front of a strategy."""
     return type(f"Aligned{strategy.__name__}", (Aligned, strategy), {})
 
 
-def broadcast(
-    strategy: FedAvg,
-    tensors: Mapping[str, Tensor],
-    nodes: int | Iterable[Client] | FakeGrid = 3,
-    server_round: int = 1,
-) -> list[Message]:
+def broadcast(strategy, tensors, nodes=3, server_round=1):
     """Let a strategy send a model to that many clients, or to these; return its
     messages in the order of their nodes.
     """
@@ -103,12 +87,7 @@ def broadcast(
     return sorted(sent, key=lambda message: message.metadata.dst_node_id)
 
 
-def replies(
-    asked: Iterable[Message],
-    sent: Sequence[State],
-    weights: Iterable[Any] = (),
-    **metrics: Any,
-) -> list[Message]:
+def replies(asked, sent, weights=(), **metrics):
     """Return the replies of clients 0, 1, ..., which send these updates."""
     weighted = zip(asked, sent, [*weights] or count(10), strict=False)
     return [
@@ -117,14 +96,7 @@ def replies(
     ]
 
 
-def aggregated(
-    strategy: FedAvg,
-    base: State,
-    sent: Sequence[State],
-    weights: Iterable[Any] = (),
-    nodes: Iterable[Client] | FakeGrid = (),
-    **metrics: Any,
-) -> tuple[ArrayRecord, dict[str, Any]]:
+def aggregated(strategy, base, sent, weights=(), nodes=(), **metrics):
     """Return the model and the metrics of a round whose clients send these updates.
 
     The nodes answer whatever they are asked before.
@@ -136,30 +108,30 @@ def aggregated(
     return arrays, dict(figures or {})
 
 
-def model_in(message: Message) -> State:
+def model_in(message):
     """Return the model that a message brings."""
     return tensors_of(message.content.array_records["arrays"])
 
 
-def round_of(message: Message) -> Any:
+def round_of(message):
     """Return the number of the round that a message says."""
     return message.content["config"]["server-round"]
 
 
-def arrays_of(record: ArrayRecord | None) -> dict[str, np.ndarray]:
+def arrays_of(record):
     assert record is not None
     return {name: array.numpy() for name, array in record.items()}
 
 
-def wire_bytes(record: ArrayRecord) -> int:
+def wire_bytes(record):
     return sum(len(array.data) for array in record.values())
 
 
-def tensors_of(record: ArrayRecord | None) -> dict[str, Tensor]:
+def tensors_of(record):
     return {name: torch.from_numpy(array) for name, array in arrays_of(record).items()}
 
 
-def largest_difference(a: ArrayRecord | None, b: ArrayRecord | None) -> float:
+def largest_difference(a, b):
     left = arrays_of(a)
     right = arrays_of(b)
     assert left.keys() == right.keys()

@@ -1,9 +1,5 @@
 """Arguments of a strategy, written flat and passed on in their groups."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from fedrot.strategies import Checkpointing, OtherBasis, Reporting, Server
 
 _GROUPS = {
@@ -20,7 +16,7 @@ _GROUPS = {
 }
 
 
-def grouped(**flat: Any) -> dict[str, Any]:
+def grouped(**flat):
     """Return keyword arguments of ``FedRot``; those that belong to no group stay as
     they are.
     """

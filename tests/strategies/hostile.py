@@ -1,10 +1,5 @@
 """Updates of an attacker, and strategies that receive them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import torch
 from flwr.app import MetricRecord
 from flwr.serverapp.strategy import (
@@ -14,17 +9,16 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideFixedClipping as ServerSideFixed,
 )
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedMedian, FedTrimmedAvg, Krum
-from torch import Tensor
 
 import fedrot
 from fedrot.strategies import Aligned, FedRot, Guard, OtherBasis, Server
-from tests.models import State, config_of
+from tests.models import config_of
 from tests.strategies.classifier import NAME, build
 
 CONFIG = config_of(NAME)
 
 
-def filled(base: State, change: Callable[[Tensor], Tensor], within: str = "") -> State:
+def filled(base, change, within=""):
     """Return the model with every floating-point tensor changed whose name contains
     ``within``.
     """
@@ -36,16 +30,16 @@ def filled(base: State, change: Callable[[Tensor], Tensor], within: str = "") ->
     }
 
 
-def constant(value: float) -> Callable[[Tensor], Tensor]:
+def constant(value):
     return lambda tensor: torch.full_like(tensor, value)
 
 
-def times(value: float) -> Callable[[Tensor], Tensor]:
+def times(value):
     return lambda tensor: tensor * value
 
 
-def alternating(value: float) -> Callable[[Tensor], Tensor]:
-    def signs(tensor: Tensor) -> Tensor:
+def alternating(value):
+    def signs(tensor):
         found = torch.full_like(tensor, value)
         found.view(-1)[1::2] *= -1
         return found
@@ -53,7 +47,7 @@ def alternating(value: float) -> Callable[[Tensor], Tensor]:
     return signs
 
 
-def gaussian(value: float) -> Callable[[Tensor], Tensor]:
+def gaussian(value):
     generator = torch.Generator().manual_seed(1)
     return lambda tensor: value * torch.randn(tensor.shape, generator=generator)
 
@@ -77,23 +71,23 @@ KINDS = {
 }
 
 
-def attack(base: State, kind: str) -> State:
+def attack(base, kind):
     change, within = KINDS[kind]
     return filled(base, change, within)
 
 
-def behind(strategy: type, *wrapped: Any, **settings: Any) -> Callable[[], Any]:
+def behind(strategy, *wrapped, **settings):
     """Return a function that builds a strategy of Flower with alignment in front."""
     return lambda: type(f"Aligned{strategy.__name__}", (Aligned, strategy), {})(
         CONFIG, *wrapped, **settings
     )
 
 
-def _guard(number: int, arrays: object) -> MetricRecord:
+def _guard(number, arrays):
     return MetricRecord({"loss": 1.0})
 
 
-def _parts(parts: Iterable[str], **options: Any) -> dict[str, Any]:
+def _parts(parts, **options):
     return {"alignment": fedrot.AlignmentOptions(parts=tuple(parts), **options)}
 
 

@@ -7,21 +7,17 @@ attribute ``seen``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from flwr.app import (
-    ArrayRecord,
     ConfigRecord,
     Message,
-    MetricRecord,
     RecordDict,
 )
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 
-def megabytes(messages: Iterable[Message]) -> float:
+def megabytes(messages):
     total = 0
     for message in messages:
         if message.has_content():
@@ -30,7 +26,7 @@ def megabytes(messages: Iterable[Message]) -> float:
     return total / 1024**2
 
 
-def decaying(base: Any) -> Any:
+def decaying(base):
     """The tutorial "Use a federated learning strategy", and "Configure clients": a
     learning rate.
     """
@@ -38,13 +34,7 @@ def decaying(base: Any) -> Any:
     class CustomFedAdagrad(base):
         seen = ()
 
-        def configure_train(
-            self,
-            server_round: int,
-            arrays: ArrayRecord,
-            config: ConfigRecord,
-            grid: Grid,
-        ) -> Iterable[Message]:
+        def configure_train(self, server_round, arrays, config, grid):
             if server_round % 2 == 0:
                 config["lr"] *= 0.5
             return super().configure_train(server_round, arrays, config, grid)
@@ -52,23 +42,21 @@ def decaying(base: Any) -> Any:
     return CustomFedAdagrad
 
 
-def looking(base: Any) -> Any:
+def looking(base):
     """A strategy that looks at the replies before and after they are aggregated."""
 
     class LooksAtReplies(base):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.seen: list[Any] = []
 
-        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+        def aggregate_train(self, server_round, replies):
             self.seen.append([r.content.object_id for r in replies if r.has_content()])
             aggregated = super().aggregate_train(server_round, replies)
             self.seen.append([r.content.object_id for r in replies if r.has_content()])
             return aggregated
 
-        def aggregate_evaluate(
-            self, server_round: int, replies: Iterable[Message]
-        ) -> Any:
+        def aggregate_evaluate(self, server_round, replies):
             self.seen.append(sorted(r.metadata.src_node_id for r in replies))
             aggregated = super().aggregate_evaluate(server_round, replies)
             self.seen.append(len([*replies]))
@@ -77,41 +65,35 @@ def looking(base: Any) -> Any:
     return LooksAtReplies
 
 
-def tracking(base: Any) -> Any:
+def tracking(base):
     """The four FlowerTune templates: they count the bytes of messages and replies."""
 
     class FlowerTuneLlm(base):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.seen: list[float] = []
 
-        def configure_train(
-            self,
-            server_round: int,
-            arrays: ArrayRecord,
-            config: ConfigRecord,
-            grid: Grid,
-        ) -> Iterable[Message]:
+        def configure_train(self, server_round, arrays, config, grid):
             messages = super().configure_train(server_round, arrays, config, grid)
             self.seen.append(megabytes(messages))
             return messages
 
-        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+        def aggregate_train(self, server_round, replies):
             self.seen.append(megabytes(replies))
             return super().aggregate_train(server_round, replies)
 
     return FlowerTuneLlm
 
 
-def exclusive(base: Any) -> Any:
+def exclusive(base):
     """The whisper example: clients that have not trained are left out."""
 
     class ExclusiveFedAvg(base):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.seen: list[str] = []
 
-        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        def aggregate_train(self, server_round, replies):
             trained = [
                 r for r in replies if r.has_content() and r.content["state"]["trained"]
             ]
@@ -121,7 +103,7 @@ def exclusive(base: Any) -> Any:
     return ExclusiveFedAvg
 
 
-def own_start(base: Any) -> Any:
+def own_start(base):
     """The tutorial "Build a strategy from scratch", and the example of PyTorch: an own
     ``start``.
     """
@@ -131,15 +113,14 @@ def own_start(base: Any) -> Any:
 
         def start(
             self,
-            grid: Grid,
-            initial_arrays: ArrayRecord,
-            num_rounds: int = 3,
-            timeout: float = 3600,
-            train_config: ConfigRecord | None = None,
-            evaluate_config: ConfigRecord | None = None,
-            evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None]
-            | None = None,
-        ) -> Result:
+            grid,
+            initial_arrays,
+            num_rounds=3,
+            timeout=3600,
+            train_config=None,
+            evaluate_config=None,
+            evaluate_fn=None,
+        ):
             self.summary()
             result = Result()
             arrays = initial_arrays
@@ -166,26 +147,19 @@ def own_start(base: Any) -> Any:
     return KeepsTheBest
 
 
-def own_messages(base: Any) -> Any:
+def own_messages(base):
     """A strategy that makes its messages itself."""
 
     class SotaStrategy(base):
         seen = ()
 
-        def configure_train(
-            self,
-            server_round: int,
-            arrays: Any,
-            config: Any,
-            grid: Grid,
-            kind: str = "train",
-        ) -> Iterable[Message]:
+        def configure_train(self, server_round, arrays, config, grid, kind="train"):
             config["server-round"] = server_round
             content = RecordDict({"arrays": arrays, "config": config})
             nodes = sorted(grid.get_node_ids())
             return [Message(content, node, kind) for node in nodes]
 
-        def configure_evaluate(self, *given: Any) -> Iterable[Message]:
+        def configure_evaluate(self, *given):
             return self.configure_train(*given, kind="evaluate")
 
     return SotaStrategy

@@ -2,8 +2,6 @@
 Flower's.
 """
 
-from __future__ import annotations
-
 import random
 from functools import partial
 
@@ -65,10 +63,8 @@ def client(message, scramble=False):
         return failure(message)
     if message.metadata.message_type == "evaluate":
         metrics = {"num-examples": node, "score": (node * number) % 7 / 10}
-        content = RecordDict({"metrics": MetricRecord(metrics)})
-        return Message(content, reply_to=message)
-    received = model_in(message)
-    update = near(received, 0.02, 10 * number + node)
+        return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=message)
+    update = near(model_in(message), 0.02, 10 * number + node)
     if scramble:
         update = fedrot.random_equivalent(update, SYMMETRY, 100 * number + node)
     answer = reply(message, update, node - 90, loss=0.1 * number)

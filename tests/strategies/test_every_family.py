@@ -2,8 +2,6 @@
 average.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Mistakes of a first run: each error says early what to write instead."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -133,8 +131,7 @@ def asked(message):
 )
 def test_an_evaluation_may_return_what_older_ones_do(result):
     nodes = grid_of(map(good, range(2)))
-    guard = Guard("loss", evaluate=lambda number, arrays: result)
-    for given in ({}, {"guard": guard}):
+    for given in ({}, {"guard": Guard("loss", evaluate=lambda number, arrays: result)}):
         strategy = FedRot(CONFIG, fraction_evaluate=0.0, **given)
         evaluate_fn = None if given else lambda number, arrays: result
         history = strategy.start(nodes, ARRAYS, 1, evaluate_fn=evaluate_fn)
@@ -268,8 +265,7 @@ def test_a_first_round_of_replies_with_one_fault_ends_the_run_with_it(
     )
     with pytest.raises(fedrot.FedrotError, match=says):
         _start(strategy(CONFIG, **grouped(**given)), ARRAYS, *nodes)
-    rows = read_rows(report)
-    assert len([row for row in rows if "dropped" in row]) == 3
+    assert len([row for row in read_rows(report) if "dropped" in row]) == 3
 
 
 GOES_ON = {

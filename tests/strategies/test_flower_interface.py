@@ -1,7 +1,5 @@
 """Our public methods take what the installed Flower's take; and ``should_stop``."""
 
-from __future__ import annotations
-
 import inspect
 import random
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """``FedRotLoRA``: rounds of adapters, and what they say."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -243,13 +241,11 @@ def test_what_does_not_go_together_is_refused_before_training():
         FedRotLoRA(CONFIG, "exact")  # type: ignore[arg-type]
     with pytest.raises(FedrotError, match="configuration"):
         FedRotLoRA({"hidden_size": 3})
-    given = {
-        "noise_multiplier": 0.1,
-        "clipping_norm": 1.0,
-        "num_sampled_clients": 3,
-    }
     private = DifferentialPrivacyServerSideFixedClipping(
-        FedRotLoRA(CONFIG, **EVERY), **given
+        FedRotLoRA(CONFIG, **EVERY),
+        noise_multiplier=0.1,
+        clipping_norm=1.0,
+        num_sampled_clients=3,
     )
     with pytest.raises(
         FedrotError, match=r"clips updates before .*class Private\(Aligned, "
@@ -268,7 +264,6 @@ def test_what_is_not_known_or_not_lost_is_no_metric(of_factors, lost, measured):
     report = SimpleNamespace(
         mean_error=0.1, mean_error_of_factors=of_factors, mean_lost=lost
     )
-    fake = SimpleNamespace(result=lambda: ({}, report))
-    average = AdapterMean(cast(Any, fake))
+    average = AdapterMean(cast(Any, SimpleNamespace(result=lambda: ({}, report))))
     average.result()
     assert average.measured == measured

@@ -2,8 +2,6 @@
 is loaded in another process.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -115,8 +113,7 @@ def test_every_encoder_keeps_its_symmetry_its_bound_and_its_tensors(name, tmp_pa
     largest = largest_inputs(config, model.state_dict(), "classifier")
     assert (largest is None) == name.startswith(UNBOUNDED)
     if largest is not None:
-        shares = features_of(model, batch_of()).abs() / largest
-        assert 0.2 < shares.max() <= 1
+        assert 0.2 < (features_of(model, batch_of()).abs() / largest).max() <= 1
     model.float().save_pretrained(tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert type(loaded) is PooledClassifier
@@ -177,8 +174,7 @@ def test_segments_reach_encoders_that_have_them_and_no_others(kind):
     ],
 )
 def test_losses_are_those_of_the_problem_type(settings, labels, loss):
-    model = classifier_of("bert", **settings)
-    out = model(**batch_of(), labels=labels)
+    out = classifier_of("bert", **settings)(**batch_of(), labels=labels)
     torch.testing.assert_close(out.loss, loss(out.logits, labels))
 
 
@@ -332,8 +328,7 @@ def test_a_saved_folder_is_served_in_another_process_or_refused(imports, tmp_pat
     model = randomise(PooledClassifier(config)).eval()
     model.save_pretrained(tmp_path)
     tokenizer(tmp_path)
-    code = SERVE.format(imports=imports, folder=str(tmp_path))
-    result = process_of(code)
+    result = process_of(SERVE.format(imports=imports, folder=str(tmp_path)))
     assert (result.returncode == 0) == imports, result.stderr
     if not imports:
         assert "fedrot_pooled_classifier" in result.stderr

@@ -1,7 +1,5 @@
 """Rounds of pre-norm models in other bases, whose residual stream is rotated."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

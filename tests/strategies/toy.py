@@ -2,32 +2,24 @@
 their class.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from fedrot.strategies import LabelledRows, answer_with_sums
-from tests.strategies.fakes import Client, model_in, reply
+from tests.strategies.fakes import model_in, reply
 
 CLASSES, WIDTH = 3, 6
 CENTRES = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(3))
 HEAD = "classifier"
 
-Rows = dict[str, Tensor]
-State = dict[str, Tensor]
 
-
-def clearness(body: float) -> float:
+def clearness(body):
     """Return how clear features are; best at a body of 1."""
     return math.exp(-abs(body - 1))
 
@@ -35,18 +27,18 @@ def clearness(body: float) -> float:
 class Toy(nn.Module):
     """Adds its rows' centres, as clear as the body says, to their noise."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.config = SimpleNamespace(num_labels=CLASSES, problem_type=None)
         self.body = nn.Parameter(torch.zeros(1))
         self.classifier = nn.Linear(WIDTH, CLASSES)
 
-    def forward(self, noise: Tensor, centres: Tensor) -> Any:
+    def forward(self, noise, centres):
         features = noise + centres * clearness(float(self.body))
         return SimpleNamespace(logits=self.classifier(features))
 
 
-def rows(seed: int, count: int) -> Rows:
+def rows(seed, count):
     """Return rows; all classes are equally frequent."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % CLASSES
@@ -54,7 +46,7 @@ def rows(seed: int, count: int) -> Rows:
     return {"noise": noise, "centres": CENTRES[labels], "labels": labels}
 
 
-def state(body: float) -> State:
+def state(body):
     weight = torch.zeros(CLASSES, WIDTH)
     bias = torch.zeros(CLASSES)
     return {
@@ -64,12 +56,7 @@ def state(body: float) -> State:
     }
 
 
-def client(
-    seed: int,
-    folder: Path | None = None,
-    to: Callable[[float], float] = lambda body: body,
-    count: int = 90,
-) -> Client:
+def client(seed, folder=None, to=lambda body: body, count=90):
     app = ClientApp()
     training = [rows(seed, count)]
     held_out = [rows(1000 + seed, count)]
@@ -79,7 +66,7 @@ def client(
         folder,
     )
 
-    def node(message: Message) -> Message:
+    def node(message):
         if message.metadata.message_type != "train":
             return app(message, Context(7, 1, {}, RecordDict(), {}))
         received = model_in(message)
@@ -94,7 +81,7 @@ def client(
     return node
 
 
-def row_losses(tensors: State, clients: int, count: int = 90) -> Tensor:
+def row_losses(tensors, clients, count=90):
     """Return the losses of the clients' held-out rows, ``[clients, count]``."""
     model = Toy()
     model.load_state_dict(tensors)
@@ -107,5 +94,5 @@ def row_losses(tensors: State, clients: int, count: int = 90) -> Tensor:
     return torch.stack(found)
 
 
-def loss(tensors: State, clients: int) -> float:
+def loss(tensors, clients):
     return float(row_losses(tensors, clients).mean())

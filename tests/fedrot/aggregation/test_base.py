@@ -1,7 +1,5 @@
 """The base class of aggregators: what it gives, and what is no aggregator."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

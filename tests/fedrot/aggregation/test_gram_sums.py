@@ -1,7 +1,5 @@
 """The inverse of a sum of Gram matrices, against dense matrices."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -2,8 +2,6 @@
 outside.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from itertools import count
 

@@ -2,8 +2,6 @@
 reused.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 

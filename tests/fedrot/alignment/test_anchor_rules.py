@@ -1,7 +1,5 @@
 """Anchor rules of users, and that a round checks each update once."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -58,8 +56,7 @@ def test_an_anchor_that_moved_towards_an_update_of_another_order_certifies_nothi
     swaps = [Move(group, pairs) for group in groups]
     rule.include(apply_moves(base, swaps), 1.0)
     # A client that has the mean's neurons in the other order.
-    client = apply_moves(copied(dict(rule.mean.current)), swaps)
-    moves = rule.align(client).moves
+    moves = rule.align(apply_moves(copied(dict(rule.mean.current)), swaps)).moves
     assert {move.group.name for move in moves} == {group.name for group in groups}
     for move in moves:
         assert (move.element == pairs).all()

@@ -2,8 +2,6 @@
 reply.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -212,8 +210,7 @@ def test_other_basis_updates_are_aligned_by_their_own_options_and_evidence(
 
     expected = mean(clients, other_basis=WHOLE, evidence=evidence)
     assert same(expected, mean(clients))
-    inside = AlignmentOptions(parts=("heads", "ffn"))
-    mean(moved, other_basis=inside, evidence=evidence)
+    mean(moved, other_basis=AlignmentOptions(parts=("heads", "ffn")), evidence=evidence)
     assert asked == []
     found, results = _round(moved, anchor, other_basis=WHOLE, evidence=evidence)
     assert largest_difference(found, expected) <= 1e-6
@@ -252,9 +249,13 @@ def test_evidence_decides_what_weights_leave_open():
     # stay.
     assert torch.equal(torch.random.get_rng_state(), before)
     assert drawn == [True, True]
-    how = {"other_basis": WHOLE, "evidence": evidence}
     (result,) = align_round(
-        [(update, 1.0)], broadcast, SYMMETRY, replace(EAGER, anchor="global"), **how
+        [(update, 1.0)],
+        broadcast,
+        SYMMETRY,
+        replace(EAGER, anchor="global"),
+        other_basis=WHOLE,
+        evidence=evidence,
     )
     assert same(result.tensors, align_tensors(update, broadcast, SYMMETRY, WHOLE, seen))
     by_weights = align_tensors(update, broadcast, SYMMETRY, WHOLE)

@@ -1,7 +1,5 @@
 """Diagnosis: noise, clients that turned, other bases, the rule, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import replace

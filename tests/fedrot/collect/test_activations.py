@@ -2,8 +2,6 @@
 else.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -135,8 +133,7 @@ def test_moments_of_heads_and_units_are_those_of_the_oracle(name, how):
 def test_the_residual_stream_is_seen_where_it_was_asked_for(name, residual):
     """Queries, keys and values read one tensor, which counts once."""
     models = pair_of(name)
-    symmetry = symmetry_for(name)
-    found = collect_activations(*models, PADDED, symmetry, residual).matrices
+    found = collect_activations(*models, PADDED, symmetry_for(name), residual).matrices
     of = CASES[name].names.of
     readers = [of(layer, m) for layer in range(LAYERS) for m in ("query", "up")]
     readers += HEADS_OF[name]

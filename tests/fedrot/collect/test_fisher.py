@@ -1,7 +1,5 @@
 """Fisher information of real models against brute force."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 
@@ -267,8 +265,7 @@ def test_tokens_are_labelled_by_samples_of_the_model_except_for_padding():
         labels = itertools.product((0, 1), repeat=3)
         return weighted([log_p[range(3), each].sum() for each in labels])
 
-    model = tiny(2, task="TokenClassification")
-    outcomes(model, row, "classifier.weight", terms, 120)
+    outcomes(tiny(2, task="TokenClassification"), row, "classifier.weight", terms, 120)
 
 
 def test_the_mask_of_a_decoder_is_its_own():

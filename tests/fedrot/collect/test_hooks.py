@@ -1,7 +1,5 @@
 """Every collector leaves a model as it was, also when a batch fails."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

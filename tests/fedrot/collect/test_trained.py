@@ -2,8 +2,6 @@
 trained is marked.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -2,18 +2,14 @@
 collectors.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from tests.fedrot.oracles import seeded
-from tests.models import VOCABULARY, State
+from tests.models import VOCABULARY
 
 CONV1D = transformers.pytorch_utils.Conv1D
 
@@ -35,9 +31,7 @@ OTHER = {
 }
 
 
-def tiny_classifier(
-    kind: str, task: str = "SequenceClassification", **settings: Any
-) -> Any:
+def tiny_classifier(kind, task="SequenceClassification", **settings):
     """Return a small classifier of a ``model_type``."""
     config = transformers.AutoConfig.for_model(
         kind, **{**TINY, **OTHER.get(kind, {}), **settings}
@@ -45,13 +39,7 @@ def tiny_classifier(
     return getattr(transformers, f"AutoModelFor{task}").from_config(config)
 
 
-def batch_of(
-    seed: int,
-    rows: int = 3,
-    length: int = 8,
-    padding: int = 3,
-    vocabulary: int = VOCABULARY,
-) -> State:
+def batch_of(seed, rows=3, length=8, padding=3, vocabulary=VOCABULARY):
     """Return token sequences, the first one padded."""
     ids = torch.randint(4, vocabulary, (rows, length), generator=seeded(seed))
     mask = torch.ones_like(ids)
@@ -59,25 +47,21 @@ def batch_of(
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def of_text(name: str, batch: Mapping[str, Any]) -> Tensor | None:
+def of_text(name, batch):
     """Return the mask of the tokens that a module reads, ``attention_mask``; None if
     all count.
     """
     return batch.get("attention_mask")
 
 
-def rows_of(
-    model: nn.Module,
-    batches: Sequence[Any],
-    mask_of: Callable[[str, Mapping[str, Any]], Tensor | None] = of_text,
-) -> dict[str, tuple[Tensor, Tensor]]:
+def rows_of(model, batches, mask_of=of_text):
     """Return what every linear module reads and returns, float64 ``[tokens, units]``,
     from loops.
     """
     found = {}
     batch = {}
 
-    def keep(name: str, _: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+    def keep(name, _, args, kwargs, output):
         (given,) = (*args, *kwargs.values())
         mask = mask_of(name, batch)
         mask = None if mask is None else mask.flatten(0, -2)

@@ -1,7 +1,5 @@
 """Task heads that are trained beside a PEFT adapter, against the merged model."""
 
-from __future__ import annotations
-
 import copy
 
 import peft

@@ -1,7 +1,5 @@
 """Factors of any size hide no other client's product, and give no NaN."""
 
-from __future__ import annotations
-
 from itertools import product as every
 
 import pytest

@@ -1,7 +1,5 @@
 """The sums of several modules, computed in several threads at a time."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters of real PEFT models: names, scales, and outputs that no gauge changes."""
 
-from __future__ import annotations
-
 import peft
 import pytest
 import torch
@@ -25,8 +23,15 @@ def bert():
 
 
 def gpt2():
-    how = {"n_embd": 16, "n_layer": 2, "n_positions": 12, "tie_word_embeddings": False}
-    return tiny_classifier("gpt2", "CausalLM", **SIZES, **how)
+    return tiny_classifier(
+        "gpt2",
+        "CausalLM",
+        **SIZES,
+        n_embd=16,
+        n_layer=2,
+        n_positions=12,
+        tie_word_embeddings=False,
+    )
 
 
 def adapted(net, rank=4, seed=0, **options):

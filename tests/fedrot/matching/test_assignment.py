@@ -239,8 +239,7 @@ def test_separation_never_exceeds_the_true_distance(case, widths):
     here = np.hstack([kept, turned])
     true = _nearest(here, here)
     if signed:
-        apart = cdist(here, np.hstack([kept, -turned]))
-        true = np.minimum(true, apart.min(1))
+        true = np.minimum(true, cdist(here, np.hstack([kept, -turned])).min(1))
     # Rows are compared in blocks of so many.
     with patch.object(assignment, "_ROWS", 16):
         bound = assignment.separation(plain, signed, case.columns).numpy()

@@ -2,8 +2,6 @@
 them.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial
@@ -196,8 +194,7 @@ def test_the_ceiling_is_never_below_the_best_gain(seed, scale, dim):
         # eigenvalues h of M.
         least, *_, most = torch.linalg.eigvalsh((evidence + evidence.mT) / 2).unbind(-1)
         larger = (least + most) ** 2 / (4 * least * most) - 1
-        excess = larger.clamp_min(0.5) * gains + 1e-6
-        assert bool((ceiling - gains <= excess).all())
+        assert bool((ceiling - gains <= larger.clamp_min(0.5) * gains + 1e-6).all())
 
 
 @pytest.mark.parametrize(
@@ -304,15 +301,13 @@ def test_null_models_keep_distance_and_projection():
     for group in symmetry.groups:
         names = tensors_of([group])
         anchor, client = (flat(model, group) for model in (state, update))
-        line = line_of(group, state, update)
-        drawn = list(null_models({group: line}, state, update))
+        drawn = list(null_models({group: line_of(group, state, update)}, state, update))
         for model in drawn:
             assert {n for n in update if model[n] is not update[n]} == names
             null = flat(model, group)
             distance = float((client - anchor).norm())
             assert float((null - anchor).norm()) == pytest.approx(distance, rel=0.1)
-            slope = (client - null) @ anchor / (anchor @ anchor)
-            assert abs(slope) < 0.1
+            assert abs((client - null) @ anchor / (anchor @ anchor)) < 0.1
         # A group is drawn alike in every run, whatever is drawn beside it.
         apart = group.part in ("heads", "attention")
         beside = symmetry.select(("ffn",)) if apart else ()

@@ -1,7 +1,5 @@
 """Matching of a mixture's experts against all orders of the experts."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import permutations
 
@@ -82,8 +80,7 @@ def test_experts_are_in_the_best_of_all_orders(scale, seed):
     order, worth, anchor, client = _best(scale, seed)
     alignment = align(client, anchor, symmetry_for(NAME), FFN)
     moves = {move.group.name: move.element for move in alignment.moves}
-    found = moves.get("layers.0.experts", torch.arange(EXPERTS))
-    assert tuple(found.tolist()) == order
+    assert tuple(moves.get("layers.0.experts", torch.arange(EXPERTS)).tolist()) == order
     aligned = alignment.apply(client)
     tensors = {k for k in anchor if k.startswith("model.layers.0.mlp.")}
     norms = sum(

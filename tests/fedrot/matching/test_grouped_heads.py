@@ -2,8 +2,6 @@
 inside each.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -143,8 +141,7 @@ def test_weights_of_queries_order_them_where_those_of_keys_have_no_say(
     turn round.
     """
     anchor = state_of(name)
-    symmetry = symmetry_for(name)
-    heads, queries = _orders(symmetry)
+    heads, queries = _orders(symmetry_for(name))
     assert isinstance(queries.action, QueryPermutation)
     once = [slot for slot in heads.slots if slot not in queries.slots]
     assert len(once) >= 2

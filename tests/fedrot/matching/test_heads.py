@@ -1,7 +1,5 @@
 """The order of the heads against brute force."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Rotary phases and signs against random elements."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -26,8 +24,7 @@ def test_the_best_turn_of_every_frequency_is_not_beaten(action, interleaved):
     solver = RotarySolver()
     shape = (KEY_HEADS, dim, 5)
     a, c = normal(rng, 2, KEY_HEADS * dim, 5)
-    cross = a.reshape(shape) @ c.reshape(shape).mT
-    evidence = solver.of_cross(group, cross)
+    evidence = solver.of_cross(group, a.reshape(shape) @ c.reshape(shape).mT)
     assert gap(solver.similarity(group, [(a, c)]), evidence) <= 1e-12
 
     def reached(element):

@@ -2,8 +2,6 @@
 optimum.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -129,8 +127,7 @@ def test_iterated_rotations_are_as_good_as_those_of_the_svd(size, action):
     unit = eye(size)
     for exponent in np.linspace(0, 12, 49 if size < 64 else 13):
         values = _spectrum(action, size, exponent)
-        shape = (2, size, size)
-        u, v = torch.linalg.qr(normal(rng, shape))[0]
+        u, v = torch.linalg.qr(normal(rng, (2, size, size)))[0]
         m = u @ torch.diag(values) @ v
         rotation = polar(m[None], precise=False)[0]
         assert gap(rotation.T @ rotation, unit) <= 1e-8, exponent

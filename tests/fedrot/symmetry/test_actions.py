@@ -2,8 +2,6 @@
 matrix.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

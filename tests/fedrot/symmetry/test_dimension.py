@@ -64,8 +64,7 @@ def _pair():
 
 
 def _image():
-    pixels = normal(seeded(2), 200, 1, 2 * SIDE, 2 * SIDE)
-    return {"pixel_values": pixels}
+    return {"pixel_values": normal(seeded(2), 200, 1, 2 * SIDE, 2 * SIDE)}
 
 
 def _spread():

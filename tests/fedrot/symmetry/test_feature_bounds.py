@@ -1,7 +1,5 @@
 """What families say about the bounds of the features that a task head reads."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest

@@ -2,8 +2,6 @@
 stays.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -426,6 +424,7 @@ def test_degenerate_weights_keep_the_function(
         most = before * (1 + (1e-12 if wide else 1e-5))
         assert models.squared_distance(aligned, anchor) <= most
     # A degenerate client that is its anchor does not move.
-    alignment = align(anchor, anchor, symmetry, options)
-    assert largest_difference(alignment.apply(anchor), anchor) <= 1e-12
-    assert alignment.report.after <= 1e-20
+    if "anchor" in where:
+        alignment = align(anchor, anchor, symmetry, options)
+        assert largest_difference(alignment.apply(anchor), anchor) <= 1e-12
+        assert alignment.report.after <= 1e-20

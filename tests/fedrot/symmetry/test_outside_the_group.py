@@ -2,8 +2,6 @@
 preservation bite.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 

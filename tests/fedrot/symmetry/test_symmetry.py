@@ -2,8 +2,6 @@
 tensors.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
@@ -101,8 +99,7 @@ def test_shapes_alone_and_dictionaries_give_the_same_groups(name):
     assert symmetry_of(config.to_dict(), state) == full
     meta = {key: tensor.to("meta") for key, tensor in state.items()}
     for tensors in ({key: list(tensor.shape) for key, tensor in state.items()}, meta):
-        described = symmetry_of(config, tensors)
-        assert described == replace(full, tied=())
+        assert symmetry_of(config, tensors) == replace(full, tied=())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

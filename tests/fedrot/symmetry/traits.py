@@ -1,12 +1,9 @@
 """What each member of the zoo claims, written down from the models' code."""
 
-from __future__ import annotations
-
 from tests.families import ALIBI, FIXED, MEMBERS
-from tests.models import Parts
 
 
-def _words(*lines: str) -> Parts:
+def _words(*lines):
     return tuple(" ".join(lines).split())
 
 

@@ -2,11 +2,6 @@
 finds.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -14,8 +9,7 @@ from fedrot.task_head.losses import TEMPERATURES, LossSums
 from fedrot.task_head.outputs import REGRESSION, SINGLE
 from fedrot.task_head.sums import ClassSums
 from tests.families import inputs
-from tests.fedrot.oracles import Array, seeded
-from tests.models import State
+from tests.fedrot.oracles import seeded
 
 CLASSES = 3
 
@@ -42,10 +36,8 @@ TOKENS = ("deberta-embedding", "gpt-neox-tokens", "falcon-rw")
 #: Those that read the last token, at the layer that all tokens pass.
 DECODERS = tuple(name for name, head in LAST.items() if head == "score")
 
-Batch = State
 
-
-def batch_for(name: str, rows: int, seed: int = 0) -> Batch:
+def batch_for(name, rows, seed=0):
     """Return inputs of a family's classifier with labels; the second row and padding
     have none.
     """
@@ -58,14 +50,12 @@ def batch_for(name: str, rows: int, seed: int = 0) -> Batch:
     return batch
 
 
-def unlabelled(batch: Batch) -> Batch:
+def unlabelled(batch):
     """Return a batch without its labels."""
     return {key: value for key, value in batch.items() if key != "labels"}
 
 
-def rows_of(
-    model: Any, batches: Sequence[Batch], name: str
-) -> tuple[Array, Array, Array]:
+def rows_of(model, batches, name):
     """Return the inputs of the last layer, the labels and the logits of every row that
     has a label.
     """
@@ -96,13 +86,13 @@ def rows_of(
     return features, labels.astype(int), logits
 
 
-def loss_of(logits: Array, labels: Array, temperature: float) -> Array:
+def loss_of(logits, labels, temperature):
     """Return the cross entropy of every row, from its definition."""
     apart = (logits - logits.max(1, keepdims=True)) / temperature
     return np.log(np.exp(apart).sum(1)) - apart[np.arange(len(labels)), labels]
 
 
-def answer(*means: float, rows: int = 100, deviation: float = 0.0) -> LossSums:
+def answer(*means, rows=100, deviation=0.0):
     """Return a client's losses of models, by their means.
 
     Losses of rows differ from the first model's by the means' difference, with a
@@ -114,9 +104,7 @@ def answer(*means: float, rows: int = 100, deviation: float = 0.0) -> LossSums:
     return LossSums(grid * rows, squares * rows, counts)
 
 
-def sums_of(
-    features: Array, labels: Array, problem: str = SINGLE, outputs: int = CLASSES
-) -> ClassSums:
+def sums_of(features, labels, problem=SINGLE, outputs=CLASSES):
     """Return the sums over rows; the labels are classes ``[rows]``, or values ``[rows,
     outputs]``.
     """

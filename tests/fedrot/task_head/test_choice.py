@@ -1,7 +1,5 @@
 """The choice among candidates, where rules begin."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -18,8 +16,7 @@ NOTHING = torch.zeros(1)
 @pytest.mark.parametrize(("means", "taken"), [([1, 0.9, 0.8], 2), ([1, 1.1, 1.2], 0)])
 def test_the_best_candidate_is_taken_if_it_is_better_than_the_old(means, taken):
     old, *others = (Candidate(place, NOTHING, NOTHING) for place in range(3))
-    votes = Votes([answer(*means)] * 4, [old, *others])
-    choice = choose(votes, old, others)
+    choice = choose(Votes([answer(*means)] * 4, [old, *others]), old, others)
     assert choice.taken is [old, *others][taken]
     assert choice.best is others[taken // 2]
     assert choice.change.centre == pytest.approx(means[choice.best.body] - 1)

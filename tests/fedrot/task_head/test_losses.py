@@ -2,8 +2,6 @@
 row.
 """
 
-from __future__ import annotations
-
 import doctest
 import math
 from dataclasses import replace

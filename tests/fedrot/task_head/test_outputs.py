@@ -2,8 +2,6 @@
 themselves.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from dataclasses import replace
@@ -84,8 +82,7 @@ def discriminant(
     differences; the covariance is shrunk to a diagonal, by default its own.
     """
     mean = features.mean(0)
-    classes = range(labels.max() + 1)
-    means = [features[labels == c].mean(0) for c in classes]
+    means = [features[labels == c].mean(0) for c in range(labels.max() + 1)]
     within = scatter(features, labels)
     target = diagonal(features, within) if target is None else target
     # Columns have one unit, so that the solution is exact for small ones, too.
@@ -151,8 +148,7 @@ def regression_of_one(features, labels, shrinkage):
     more = np.sqrt(shrinkage * ratio) * np.eye(len(mean))
     apart = np.sqrt((1 - shrinkage) / len(features)) * (features - mean) / unit
     rows = np.concatenate([apart, more, (mean / unit)[None]])
-    ones = np.eye(len(rows))[-1]
-    return np.linalg.lstsq(rows, ones)[0] / unit
+    return np.linalg.lstsq(rows, np.eye(len(rows))[-1])[0] / unit
 
 
 ORACLES = {SINGLE: discriminant, SEVERAL: of_two_classes, REGRESSION: ridge}
@@ -538,8 +534,7 @@ def test_a_model_has_the_head_and_losses_of_its_rows(kind, problem, outputs):
     heads = TaskHeads(1e9 * heads.weight, 1e9 * heads.bias, partners, units)
     scaled = compare_losses([model], batches, head, [heads])
     assert_close(scaled.losses, both.losses, rtol=1e-5, atol=1e-5)
-    plain = collect_losses(model, batches).losses[0, ONE]
-    assert plain > 1e18
+    assert collect_losses(model, batches).losses[0, ONE] > 1e18
 
 
 @pytest.mark.parametrize(

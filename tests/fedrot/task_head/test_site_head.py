@@ -1,7 +1,5 @@
 """A site's head, against Bayes' rule on drawn Gaussians, and where counts are few."""
 
-from __future__ import annotations
-
 from math import log
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Sums over rows and task heads in models of every family, against loops over rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Totals of clients' class sums: the same bits in any order, and what is left out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

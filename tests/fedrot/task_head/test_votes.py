@@ -2,8 +2,6 @@
 begin.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import example, given, settings

@@ -1,7 +1,5 @@
 """Options, values of a file, errors in one line, and what is noted of a command."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shlex

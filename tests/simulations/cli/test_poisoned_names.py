@@ -2,8 +2,6 @@
 into a page.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -2,8 +2,6 @@
 never markup.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,35 +1,30 @@
 """Small files of data, and experiments that read them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
 import resource
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import process_time
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fedrot.simulations.data.labels import DataSet
 from fedrot.simulations.experiment import Experiment
 
 ROWS = 40
 TEXTS = [f'story "{row}", and\nan end' for row in range(ROWS)]
 
 
-def chosen(data: object, data_dir: Path | None = None, **fields: Any) -> Experiment:
+def chosen(data, data_dir=None, **fields):
     return Experiment.model_validate(
         {"data": str(data), "data_dir": data_dir, "max_length": 32, **fields}
     )
 
 
-def write(path: Path, **columns: Any) -> Path:
+def write(path, **columns):
     """Write a table in the format of the suffix, where None is an empty cell, with
     other libraries.
     """
@@ -52,7 +47,7 @@ def write(path: Path, **columns: Any) -> Path:
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
+def bounded():
     """At most five seconds of work and a GiB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = process_time()
@@ -61,11 +56,11 @@ def bounded() -> Iterator[None]:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
 
 
-def repeated(labels: list[Any], rows: int = ROWS) -> list[Any]:
+def repeated(labels, rows=ROWS):
     return [labels[row % len(labels)] for row in range(rows)]
 
 
-def by_text(data: DataSet) -> dict[str, Any]:
+def by_text(data):
     """Return the labels of training and held-out rows by their texts."""
     return {
         text: label
@@ -74,12 +69,12 @@ def by_text(data: DataSet) -> dict[str, Any]:
     }
 
 
-def classes(data: DataSet) -> dict[str, str]:
+def classes(data):
     """Return the name of each text's class."""
     return {text: data.label_names[label] for text, label in by_text(data).items()}
 
 
-def shared_data() -> Path:
+def shared_data():
     default = Path(__file__).parents[3].parent / "shared" / "data"
     folder = Path(os.environ.get("FEDROT_DATA", default))
     if not folder.is_dir():

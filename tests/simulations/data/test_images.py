@@ -2,13 +2,9 @@
 read.
 """
 
-from __future__ import annotations
-
 import io
 import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +18,7 @@ from fedrot.simulations.tasks.vision import ImageClassification
 from tests.simulations.data.files import chosen, write
 
 
-def load(data: object, data_dir: Path | None = None, **fields: Any) -> Any:
+def load(data, data_dir=None, **fields):
     """Return the data, and the pixels of training and held-out rows."""
     data, train, test = ImageClassification.read(
         chosen(data, data_dir, task="image", **fields)
@@ -31,21 +27,21 @@ def load(data: object, data_dir: Path | None = None, **fields: Any) -> Any:
     return data, train.pixels, test.pixels
 
 
-def encoded(image: Image.Image, form: str = "png", **options: Any) -> bytes:
+def encoded(image, form="png", **options):
     file = io.BytesIO()
     image.save(file, form, **options)
     return file.getvalue()
 
 
-def tiff(pixels: Any) -> bytes:
+def tiff(pixels):
     return encoded(Image.fromarray(pixels), "tiff")
 
 
-def png(colour: Any, size: tuple[int, int] = (12, 12), mode: str = "RGB") -> bytes:
+def png(colour, size=(12, 12), mode="RGB"):
     return encoded(Image.new(mode, size, colour))
 
 
-def folder_of(root: Path, **classes: int) -> Path:
+def folder_of(root, **classes):
     for number, (name, count) in enumerate(classes.items()):
         (root / name).mkdir(parents=True)
         for i in range(count):
@@ -125,20 +121,25 @@ def test_numbers_of_all_files_have_one_scale(kind, form, tmp_path):
     files = [
         encoded(Image.fromarray(np.full((4, 4), level, kind)), form) for level in levels
     ]
-    split = ["train", "test", "train", "test"]
-    path = write(tmp_path / "a.parquet", image=files, label=[0, 0, 1, 1], split=split)
-    data, train, test = load(path)
-    seen = [train[0], test[0], train[1], test[1]]
-    assert [pixels.item(0) for pixels in seen] == [0, 85, 170, 255]
-    assert "4 of 4 images have more than 8 bits: 100 to 400, in all of" in data.remarks
-    assert "other images" not in data.remarks
-    files[0] = png(7, (4, 4), "L")
-    path = write(tmp_path / "a.parquet", image=files, label=[0, 0, 1, 1], split=split)
-    data, train, test = load(path)
-    seen = [train[0], test[0], train[1], test[1]]
-    assert [pixels.item(0) for pixels in seen] == [7, 0, 128, 255]
-    assert "3 of 4 images have more than 8 bits: 200 to 400" in data.remarks
-    assert "other images have 8 bits, and are not on this range" in data.remarks
+    split = ["train", "test"] * 2
+    for expected, words, others in (
+        (
+            [0, 85, 170, 255],
+            "4 of 4 images have more than 8 bits: 100 to 400, in all",
+            0,
+        ),
+        ([7, 0, 128, 255], "3 of 4 images have more than 8 bits: 200 to 400, in", 1),
+    ):
+        files[:others] = [png(7, (4, 4), "L")] * others
+        path = write(
+            tmp_path / "a.parquet", image=files, label=[0, 0, 1, 1], split=split
+        )
+        data, train, test = load(path)
+        seen = [train[0], test[0], train[1], test[1]]
+        assert [pixels.item(0) for pixels in seen] == expected
+        assert words in data.remarks
+        told = "other images have 8 bits, and are not on this range" in data.remarks
+        assert told == bool(others)
 
 
 @pytest.mark.parametrize(
@@ -154,9 +155,7 @@ def test_pictures_of_eight_bits_have_no_scale(mode, tmp_path, monkeypatch):
     assert "8 bits" not in data.remarks
 
 
-def test_a_folder_of_classes_is_divided_and_other_files_are_named(
-    tmp_path,
-):
+def test_a_folder_of_classes_is_divided_and_other_files_are_named(tmp_path):
     photos = folder_of(tmp_path / "photos", dog=10, none=5)
     (photos / "dog" / "0.png").rename(photos / "dog" / "0.TIFF")
     (photos / "dog" / "1.png").rename(photos / "dog" / "1.jfif")
@@ -273,11 +272,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("fields", "processor", "expected"), MODELS)
 def test_a_pretrained_model_reads_its_own_size(
-    fields,
-    processor,
-    expected,
-    tmp_path,
-    monkeypatch,
+    fields, processor, expected, tmp_path, monkeypatch
 ):
     settings = SimpleNamespace(model_type="mine", **fields)
     monkeypatch.setattr(pictures, "pretrained_settings", lambda _: settings)
@@ -307,9 +302,8 @@ def test_a_pretrained_model_reads_its_own_size(
 
 
 def test_images_of_an_experiment_without_a_model():
-    limits = {"train_limit": 20, "test_limit": 10}
     data, train, test = ImageClassification.read(
-        chosen("digits", task="image", **limits)
+        chosen("digits", task="image", train_limit=20, test_limit=10)
     )
     assert (len(train), len(test)) == (20, 10)
     rows = np.array([4, 2])

@@ -2,13 +2,9 @@
 told.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from decimal import Decimal
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +16,6 @@ from fedrot.simulations.data.class_remarks import class_remarks
 from fedrot.simulations.data.labels import SPLITS, label_columns, labelled
 from fedrot.simulations.data.read import DataError, Source
 from fedrot.simulations.data.texts import load_tags, load_texts
-from tests.simulations.commands import Fields
 from tests.simulations.data.files import (
     ROWS,
     TEXTS,
@@ -38,7 +33,6 @@ TEXT_FILES = (".csv",)
 TYPED_FILES = (".jsonl", ".parquet")
 #: Labels, options, and what they are: names of classes, "regression", or a word of the
 #: error.
-Case = tuple[Any, Fields, Any]
 EVERYWHERE = {
     "texts": ([" a", "b ", "a"], {}, ("a", "b")),
     "leading zeros": (["00012", "12"], {}, ("00012", "12")),
@@ -150,7 +144,7 @@ def test_labels(case, suffix, tmp_path):
     assert classes(data) == dict(zip(TEXTS, names, strict=True))
 
 
-def read(train: pa.Table, test: pa.Table, names: Any = None, **fields: Any) -> Any:
+def read(train, test, names=None, **fields):
     source = Source({"train": train, "test": test}, names or {})
     experiment = chosen("it", **fields)
     return labelled(
@@ -244,8 +238,7 @@ UNKNOWN = [
 
 @pytest.mark.parametrize(("train", "test", "parts"), UNKNOWN)
 def test_classes_that_no_model_or_no_score_can_know_are_named(train, test, parts):
-    found = read(pa.table({"label": train}), pa.table({"label": test}))
-    said = [*class_remarks(found)]
+    said = [*class_remarks(read(pa.table({"label": train}), pa.table({"label": test})))]
     if not parts:
         assert said == []
     for part in parts:
@@ -258,8 +251,12 @@ def test_unknown_labels_are_named_in_every_task(tmp_path):
     other = {**flags, "z": [True, True]}
     data = read(pa.table(flags), pa.table(other))
     assert "1 of 3 classes have no training row" in next(class_remarks(data))
-    words = {"tokens": [["Rome"]] * 2, "split": ["train", "test"]}
-    path = write(tmp_path / "tags.parquet", ner_tags=[["B-LOC"], ["B-Loc"]], **words)
+    path = write(
+        tmp_path / "tags.parquet",
+        ner_tags=[["B-LOC"], ["B-Loc"]],
+        tokens=[["Rome"]] * 2,
+        split=["train", "test"],
+    )
     first, second, alike = class_remarks(load_tags(chosen(path)))
     assert "1 of 2 classes have no training row, but test rows" in first
     assert ("'Loc'" in first, "'LOC'" in second) == (True, True)
@@ -338,7 +335,7 @@ def test_boolean_columns(train, test, options, expected):
     assert "".join(found.label_names) in "xyz"
 
 
-def divided(tmp_path: Path, **columns: Any) -> Any:
+def divided(tmp_path, **columns):
     return load_texts(chosen(write(tmp_path / "mine.parquet", **columns)))
 
 
@@ -373,8 +370,9 @@ def test_a_file_is_divided_by_class_and_always_alike(tmp_path):
 
 def test_a_column_split_divides_a_file(tmp_path):
     for names in (["train", " test", "train ", "validation"], ["train", "validation"]):
-        columns = {"label": repeated([0, 1]), "split": repeated(names)}
-        data = divided(tmp_path, text=TEXTS, **columns)
+        data = divided(
+            tmp_path, text=TEXTS, label=repeated([0, 1]), split=repeated(names)
+        )
         wanted = TEXTS[1 :: len(names)]
         assert (len(data.train), [*data.test.inputs]) == (20, wanted)
         assert "held out" not in data.remarks

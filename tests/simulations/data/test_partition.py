@@ -1,7 +1,5 @@
 """Partitions: complete, disjoint, repeatable, and what their names promise."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -27,13 +25,11 @@ BITS = {
 FEW = {"dirichlet:0.5": "iid", "pathological:3": "pathological:1"}
 
 
-def split(
-    spec: str, clients: int = 5, seed: int = 0, labels: np.ndarray = LABELS
-) -> list[np.ndarray]:
+def split(spec, clients=5, seed=0, labels=LABELS):
     return split_clients(labels, COLUMNS, spec, clients, seed)
 
 
-def counts(spec: str, clients: int = 5, labels: np.ndarray = LABELS) -> np.ndarray:
+def counts(spec, clients=5, labels=LABELS):
     """Return the numbers of rows per client and class."""
     parts = split(spec, clients, labels=labels)
     classes = np.arange(labels.max() + 1)
@@ -47,8 +43,7 @@ def test_parts_are_sorted_disjoint_complete_and_those_that_they_were(spec):
     assert len(parts) == 5
     assert all(part.dtype == np.int64 and (np.diff(part) > 0).all() for part in parts)
     assert np.sort(np.concatenate(parts)).tolist() == list(range(2000))
-    sums = [(part * np.arange(len(part)) % 997).sum() for part in parts]
-    assert sums == BITS[spec]
+    assert [(part * np.arange(len(part)) % 997).sum() for part in parts] == BITS[spec]
     assert all(map(np.array_equal, parts, other)) == spec.startswith("column")
     columns = {"source": ["a", "b", "c"]}
     few = split_clients(np.arange(3), columns, FEW.get(spec, spec), 3, 0)

@@ -2,15 +2,12 @@
 do.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import datasets
 import numpy as np
@@ -32,13 +29,13 @@ LINES = FRAME.to_json(orient="records", lines=True)
 HEAD = "text,label\n"
 
 
-def parquet(**columns: Any) -> bytes:
+def parquet(**columns):
     file = io.BytesIO()
     pq.write_table(pa.table(columns), file)
     return file.getvalue()
 
 
-def written(folder: Path, name: str, content: str | bytes) -> Path:
+def written(folder, name, content):
     (folder / name).write_bytes(
         content if isinstance(content, bytes) else content.encode()
     )
@@ -260,13 +257,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("files", "name", "expected"), PLACES)
-def test_where_data_are_found(
-    files,
-    name,
-    expected,
-    tmp_path,
-    monkeypatch,
-):
+def test_where_data_are_found(files, name, expected, tmp_path, monkeypatch):
     for file in files.split():
         write(tmp_path / "data" / file, text=[file])
     found = find(name, tmp_path / "data")
@@ -352,7 +343,7 @@ def test_what_may_be_a_path_does_not_leave_the_machine(name, tmp_path, monkeypat
         load_domains(chosen(name, tmp_path / "data"))
 
 
-def hub_rows(*texts: str, hidden: bool = False) -> datasets.Dataset:
+def hub_rows(*texts, hidden=False):
     kinds = {
         "sentence": datasets.Value("string"),
         "label": datasets.ClassLabel(names=["good", "bad"]),
@@ -412,7 +403,7 @@ def test_a_damaged_saved_data_set_and_a_hub_that_fails_are_named(tmp_path, monke
     ):
         load_texts(chosen(tmp_path / "saved"))
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)

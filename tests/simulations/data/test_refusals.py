@@ -1,7 +1,5 @@
 """Tables of every task whose columns or rows cannot be used: the error names them."""
 
-from __future__ import annotations
-
 import pytest
 
 from fedrot.simulations.data.read import DataError

@@ -225,13 +225,11 @@ def folder(tmp_path):
     return tmp_path
 
 
-def load(names: str, folder: Path, **fields: Any) -> Any:
+def load(names, folder, **fields):
     return load_domains(chosen(names, folder, **fields))
 
 
-def test_labels_are_united_by_name_and_unknown_where_a_domain_has_none(
-    folder,
-):
+def test_labels_are_united_by_name_and_unknown_where_a_domain_has_none(folder):
     data = load(" news, talk ,", folder)
     assert data.name == "news,talk"
     assert data.label_names == ("sunny", "gloomy", "furious", "shy")

@@ -1,9 +1,6 @@
 """Training of the bundled tokenizer."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterable
 
 from tokenizers import (
     Tokenizer,
@@ -22,7 +19,7 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 ALPHABET_SIZE, VOCABULARY = 200, 6000
 
 
-def train_wordpiece(texts: Iterable[str]) -> Tokenizer:
+def train_wordpiece(texts):
     """Train a lower-casing BERT WordPiece tokenizer; the same texts give the same
     vocabulary.
     """
@@ -62,7 +59,7 @@ def train_wordpiece(texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def _tokenizer(model: models.WordPiece) -> Tokenizer:
+def _tokenizer(model):
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

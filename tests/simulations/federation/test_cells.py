@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord
 
 from fedrot.aggregation import Fisher, Mean
 from fedrot.simulations.experiment import Experiment
@@ -25,11 +22,10 @@ from fedrot.simulations.models import build_model
 from fedrot.simulations.run_folder import FIELDS, cells_of
 from fedrot.simulations.simulate import CellResult, run_job
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.training import Task, task_of
-from tests.simulations.commands import Fields, Rows
+from fedrot.simulations.tasks.training import task_of
+from tests.simulations.commands import Rows
 from tests.simulations.tasks.cases import SMALL
 from tests.strategies.fakes import (
-    Client,
     FakeGrid,
     failure,
     model_in,
@@ -49,11 +45,11 @@ CELL = {
 TEST = ("test", tuple(range(17)))
 
 
-def of(**fields: Any) -> Experiment:
+def of(**fields):
     return Experiment.from_flat({**CELL, **fields})
 
 
-def shell_of(experiment: Experiment) -> Any:
+def shell_of(experiment):
     return build_model(experiment, task_of(experiment.to_json()).data, seed=0)
 
 
@@ -74,13 +70,13 @@ class Played:
     rows: Rows = field(default_factory=list)
     alignment: Rows = field(default_factory=list)
 
-    def clients(self, held_out: bool = False, seed: int = 0) -> list[tuple[int, ...]]:
+    def clients(self, held_out=False, seed=0):
         """Return the rows that each client trains on, or holds out."""
         task = task_of(self.experiment.to_json())
         numbers = range(self.experiment.clients)
         return [tuple(task.client_rows(seed, c)[held_out].tolist()) for c in numbers]
 
-    def values(self, metric: str, **chosen: Any) -> dict[tuple[Any, ...], float]:
+    def values(self, metric, **chosen):
         """Return a metric by strategy, scope, seed and round, of the rows that are
         asked for.
         """
@@ -92,18 +88,16 @@ class Played:
         }
 
 
-def node(partition: int) -> Client:
+def node(partition):
     """Return a node with the harness's own app."""
     return node_of(app, **{"partition-id": partition})
 
 
-def listening(
-    heard: list[tuple[int, Fields]], **changes: Any
-) -> Callable[[int], Client]:
+def listening(heard, **changes):
     """Nodes that note who is told what, and are told changes of it."""
 
-    def of_client(partition: int) -> Client:
-        def answer(message: Message) -> Message | None:
+    def of_client(partition):
+        def answer(message):
             for told in message.content.config_records.values():
                 heard.append((partition, dict(told)))
                 told.update(changes)
@@ -118,12 +112,7 @@ def listening(
 elsewhere = listening([], cache="/nowhere")
 
 
-def run_all(
-    experiment: Experiment,
-    scratch: Path,
-    nodes: Callable[[int], Client],
-    played: Played,
-) -> Played:
+def run_all(experiment, scratch, nodes, played):
     """Run all cells; ids of nodes say nothing about their partitions."""
     grid = FakeGrid(
         {900 - 7 * client: nodes(client) for client in range(experiment.clients)}
@@ -136,35 +125,23 @@ def run_all(
     return played
 
 
-Play = Callable[..., Played]
-
-
 @pytest.fixture
 def play(tmp_path, monkeypatch):
     """Return a function that runs all cells; training adds a hundredth per row to the
     head's bias.
     """
 
-    def run(*, nodes: Callable[[int], Client] = node, **fields: Any) -> Played:
+    def run(*, nodes=node, **fields):
         experiment = of(**fields)
         played = Played(experiment)
 
-        def train(
-            model: Any,
-            task: Task,
-            rows: np.ndarray,
-            seed: int,
-            epochs: float,
-            lr: float,
-        ) -> float:
+        def train(model, task, rows, seed, epochs, lr):
             played.trained.append(Trained(tuple(rows.tolist()), seed, epochs, lr))
             with torch.no_grad():
                 model.classifier.bias += len(rows) / 100
             return len(rows) / 10
 
-        def evaluate(
-            model: Any, task: Task, split: Any, rows: np.ndarray
-        ) -> dict[str, float]:
+        def evaluate(model, task, split, rows):
             name = "test" if split is task.test else "train"
             played.evaluated.append((name, tuple(rows.tolist())))
             bias = model.classifier.bias[0].detach()
@@ -178,7 +155,7 @@ def play(tmp_path, monkeypatch):
     return run
 
 
-def mean(sizes: Sequence[int]) -> float:
+def mean(sizes):
     """Return what one round adds to the head: the clients' hundredths, weighted by
     their rows.
     """
@@ -255,8 +232,14 @@ def test_a_strategy_of_some_clients_tells_them_what_it_needs_and_chooses_by_thei
         "batches": 2,
         "learning_rate": 0.5,
     }
-    fields = {"clients": 4, "partition": "iid", "start": "scrambled", "rounds": 1}
-    played = play(nodes=listening(heard), strategies=[some], **fields)
+    played = play(
+        nodes=listening(heard),
+        strategies=[some],
+        clients=4,
+        partition="iid",
+        start="scrambled",
+        rounds=1,
+    )
     expected = {"seed": 0, "lr": 0.5, "batches": 2}
     expected["experiment"] = played.experiment.to_json()
     # Then each fits a head of its own, and nobody else is asked.
@@ -301,8 +284,7 @@ def test_what_is_recorded(play):
         ("bytes-sent", size),
         ("bytes-received", size),
     ):
-        counted = [*found(metric, strategy="fedavg").values()]
-        assert counted == [2 * each, 4 * each]
+        assert [*found(metric, strategy="fedavg").values()] == [2 * each, 4 * each]
     # The alignment's rows name their cell, and are there once.
     aligned = [row for row in played.alignment if "before" in row]
     cell = {"experiment": played.experiment.name, "strategy": "aligned", "seed": 0}
@@ -313,18 +295,16 @@ def test_what_is_recorded(play):
     assert not any("stage" in row for row in played.alignment)
 
 
-def test_who_takes_part_is_the_same_in_every_strategy_and_not_in_every_round(
-    play,
-):
-    fields = {
-        "clients": 4,
-        "fraction_train": 0.5,
-        "partition": "iid",
-        "rounds": 3,
-        "seeds": [0, 1],
-    }
+def test_who_takes_part_is_the_same_in_every_strategy_and_not_in_every_round(play):
     everybody = {"name": "all", "alignment": False, "fraction_train": 1.0}
-    played = play(strategies=["fedavg", "aligned", everybody], **fields)
+    played = play(
+        strategies=["fedavg", "aligned", everybody],
+        clients=4,
+        fraction_train=0.5,
+        partition="iid",
+        rounds=3,
+        seeds=[0, 1],
+    )
     first, second, whole = (
         [place[1:] for place in played.values("train-loss", strategy=name)]
         for name in ("fedavg", "aligned", "all")
@@ -346,8 +326,8 @@ def test_who_takes_part_is_the_same_in_every_strategy_and_not_in_every_round(
 def test_a_round_without_an_update_fails(play, lost, with_nan):
     """All nodes fail, or one of two fails and the other one sends NaN."""
 
-    def losing(partition: int) -> Client:
-        def answer(message: Message) -> Message | None:
+    def losing(partition):
+        def answer(message):
             found = node(partition)(message)
             told = message.content.config_records.get("config", {})
             if found is None or told.get("server-round") != lost:
@@ -411,8 +391,7 @@ def test_heads_are_fitted_at_the_end_at_the_start_or_in_rounds(tmp_path):
         for strategy in experiment.strategies
     )
     # At the end: only the last round differs.
-    added = {key[:2] for key in head.keys() - plain.keys()}
-    assert added == {("round", 2)}
+    assert {key[:2] for key in head.keys() - plain.keys()} == {("round", 2)}
     assert head["round", 2, "fedrot-head-failed"] == 0
     changed = {key[:2] for key in plain if plain[key] != head[key]}
     assert changed == {("central", 2), ("messages", 2)}
@@ -432,11 +411,11 @@ def test_cells_leave_no_model_behind(tmp_path):
     told = cells_of([experiment]) * 2
     held = list[int]()
 
-    def numbers() -> int:
+    def numbers():
         tensors = (o for o in gc.get_objects() if isinstance(o, torch.Tensor))
         return sum(map(torch.numel, tensors))
 
-    def tell(message: Any) -> None:
+    def tell(message):
         if isinstance(message, CellResult):
             # Flower's log of a cell, and of no other.
             assert message.log.count("[ROUND 1/1]") == 1

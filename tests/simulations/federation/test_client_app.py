@@ -2,10 +2,7 @@
 are shared.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
-from torch import Tensor, nn
 
 import fedrot
 from fedrot.collect.statistics import STATISTIC_KINDS
@@ -21,7 +17,7 @@ from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation import client_app
 from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.training import Task, task_of
+from fedrot.simulations.tasks.training import task_of
 from fedrot.strategies.wire.arrays import STATISTICS
 from fedrot.strategies.wire.statistics_record import read_statistics
 from tests.simulations.data.files import write
@@ -29,11 +25,10 @@ from tests.simulations.tasks.cases import SMALL
 from tests.simulations.tensors import equal
 from tests.strategies import fakes
 
-State = dict[str, Tensor]
 UP = "bert.encoder.layer.0.intermediate.dense.weight"
 
 
-def of(**fields: Any) -> Experiment:
+def of(**fields):
     return Experiment.from_flat({**SMALL, "holdout": 0.2, **fields})
 
 
@@ -48,13 +43,13 @@ def received(task):
     return dict(build_model(task.experiment, task.data, seed=0).state_dict())
 
 
-def with_state(task: Task, state: Mapping[str, Tensor]) -> nn.Module:
+def with_state(task, state):
     model = build_model(task.experiment, task.data, seed=0)
     model.load_state_dict(dict(state))
     return model
 
 
-def answered(model: Mapping[str, Tensor], client: int = 0, **told: Any) -> Any:
+def answered(model, client=0, **told):
     """Return what a client answers; ``told`` may have fields of the experiment as
     ``fields``.
     """
@@ -81,7 +76,7 @@ def answered(model: Mapping[str, Tensor], client: int = 0, **told: Any) -> Any:
     return found.content
 
 
-def ask(model: Mapping[str, Tensor], client: int = 0, **told: Any) -> State:
+def ask(model, client=0, **told):
     """Return a client's update."""
     return fakes.tensors_of(answered(model, client, **told)["arrays"])
 
@@ -99,7 +94,7 @@ def trainings(monkeypatch):
     """
     losses = []
 
-    def train(model: Any, *_: Any) -> float:
+    def train(model, *_):
         losses.append(len(losses) + 1.0)
         with torch.no_grad():
             model.classifier.bias.fill_(losses[-1])
@@ -109,7 +104,7 @@ def trainings(monkeypatch):
     return losses
 
 
-def number_in(update: State) -> float:
+def number_in(update):
     """Return which of ``trainings`` an update is."""
     (number,) = {float(value) for value in update["classifier.bias"]}
     return number
@@ -185,7 +180,7 @@ def test_statistics_come_from_as_many_batches_as_asked_for(task, received, monke
     seen = list[tuple[int, Any]]()
     gram = STATISTIC_KINDS["gram"]
 
-    def collect(model: Any, batches: Any, **options: Any) -> Any:
+    def collect(model, batches, **options):
         found = [*batches]
         seen.append((len(found), options.get("max_batches", "its own")))
         assert gram.collect is not None
@@ -218,13 +213,9 @@ DECIDES = {
 
 @pytest.mark.parametrize(("change", "differs"), DECIDES.values(), ids=DECIDES)
 def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
-    change,
-    differs,
-    received,
-    tmp_path,
-    trainings,
+    change, differs, received, tmp_path, trainings
 ):
-    def ask_for(client: int = 0, weight: float = 1.0, **told: Any) -> tuple[float, Any]:
+    def ask_for(client=0, weight=1.0, **told):
         sent = {**received, "classifier.weight": received["classifier.weight"] * weight}
         content = answered(sent, client, cache=str(tmp_path), **told)
         update = fakes.tensors_of(content["arrays"])
@@ -237,16 +228,13 @@ def test_strategies_share_a_training_only_if_nothing_that_decides_it_differs(
 
 
 def test_later_rounds_share_trainings_while_the_folder_is_small(
-    received,
-    tmp_path,
-    trainings,
-    monkeypatch,
+    received, tmp_path, trainings, monkeypatch
 ):
-    def numbers(
-        client: int, server_round: int, cache: str = str(tmp_path)
-    ) -> list[float]:
-        told = {"cache": cache, "server_round": server_round}
-        return [number_in(ask(received, client, **told)) for _ in range(2)]
+    def numbers(client, server_round, cache=str(tmp_path)):
+        return [
+            number_in(ask(received, client, cache=cache, server_round=server_round))
+            for _ in range(2)
+        ]
 
     assert numbers(0, 2) == [1, 1]
     assert len([*tmp_path.iterdir()]) == 1

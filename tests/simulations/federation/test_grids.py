@@ -2,8 +2,6 @@
 cost.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -11,16 +9,16 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedrot.simulations.federation.grids import LocalGrid, OrderedGrid
-from tests.strategies.fakes import Client, FakeGrid, failure, grid_of
+from tests.strategies.fakes import FakeGrid, failure, grid_of
 
 #: Ids of nodes by their partition id: in no order.
 NODES = (50, 10, 40, 20, 30)
 
 
-def client(partition: int, answers: int = 0) -> Client:
+def client(partition, answers=0):
     """Return a node that answers with so many numbers."""
 
-    def answer(message: Message) -> Message:
+    def answer(message):
         content = RecordDict({"client": ConfigRecord({"partition-id": partition})})
         if answers:
             content["arrays"] = ArrayRecord({"a": torch.zeros(answers)})
@@ -29,7 +27,7 @@ def client(partition: int, answers: int = 0) -> Client:
     return answer
 
 
-def to(node: int, content: RecordDict | None = None) -> Message:
+def to(node, content=None):
     return Message(content or RecordDict(), dst_node_id=node, message_type="query")
 
 
@@ -93,8 +91,8 @@ def test_messages_are_counted_with_the_bytes_of_their_arrays():
 def test_a_local_node_answers_when_it_is_asked_and_once():
     asked = []
 
-    def node(number: int) -> Client:
-        def answer(message: Message) -> Message | None:
+    def node(number):
+        def answer(message):
             asked.append(number)
             return None if number == 2 else client(number)(message)
 

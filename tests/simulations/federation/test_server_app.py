@@ -2,25 +2,22 @@
 continues.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from flwr.app import Context, RecordDict
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.federation import client_app, server_app
-from fedrot.simulations.federation.cells import RUNS, CellRun
+from fedrot.simulations.federation.cells import RUNS
 from fedrot.simulations.federation.grids import local_clients
 from fedrot.simulations.run_folder import read_run
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 from tests.examples.test_examples import Run
 from tests.simulations import commands
-from tests.simulations.commands import Fields, simulated, values
+from tests.simulations.commands import simulated, values
 
 #: The run configuration, as ``flwr run -c`` gives it.
 SERVED = {
@@ -37,19 +34,19 @@ SERVED = {
 }
 
 
-def play(out: Path, nodes: int = 2, **changes: Any) -> None:
+def play(out, nodes=2, **changes):
     """Run the app with these settings."""
     context = Context(1, 0, {}, RecordDict(), {**SERVED, "out": str(out), **changes})
     with outside_of_the_engine():
         server_app.main(local_clients(client_app.app, nodes), context)
 
 
-def underlined(settings: Fields) -> Fields:
+def underlined(settings):
     """Return settings of a run configuration by the names of an experiment's fields."""
     return {name.replace("-", "_"): value for name, value in settings.items()}
 
 
-def has_the_rows_of_simulate(out: Path, settings: Fields) -> None:
+def has_the_rows_of_simulate(out, settings):
     again = out.parent / "again"
     simulated(again, underlined(settings))
     for scope in ("central", "client:0", "client:1", "round", "messages"):
@@ -61,7 +58,7 @@ def test_a_folder_is_continued_as_by_simulate(tmp_path, monkeypatch):
     out = tmp_path / "run"
     real = RUNS["head_only"]
 
-    def broken(cell: CellRun) -> None:
+    def broken(cell):
         if cell.seed == 1:
             raise ValueError("no room for the head")
         real(cell)
@@ -94,11 +91,7 @@ def test_a_folder_is_continued_as_by_simulate(tmp_path, monkeypatch):
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_is_written(
-    out,
-    changes,
-    said,
-    tmp_path,
-    monkeypatch,
+    out, changes, said, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, OSError, RuntimeError), match=said):
@@ -121,9 +114,7 @@ SETTINGS = {
 }
 
 
-def test_flwr_run_fills_a_folder_with_the_rows_of_fedrot_simulate(
-    tmp_path,
-):
+def test_flwr_run_fills_a_folder_with_the_rows_of_fedrot_simulate(tmp_path):
     """``fedrot flower-app`` and ``flwr run``, with Ray: the apps' results do not depend
     on the engine.
     """
@@ -142,5 +133,4 @@ def test_flwr_run_fills_a_folder_with_the_rows_of_fedrot_simulate(
     assert "<img" in report
     has_the_rows_of_simulate(out, SETTINGS)
     # Scrambled clients have another plain average.
-    losses = {values(out)[name, 0, 2, "loss"] for name in ("aligned", "fedavg")}
-    assert len(losses) == 2
+    assert len({values(out)[name, 0, 2, "loss"] for name in ("aligned", "fedavg")}) == 2

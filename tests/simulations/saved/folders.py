@@ -1,12 +1,8 @@
 """Saved models of the tests, and how their files are changed."""
 
-from __future__ import annotations
-
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 import fedrot
 from tests import families
 from tests import models as made
-from tests.models import State
 from tests.simulations.commands import run
 
 WEIGHTS = "model.safetensors"
@@ -26,44 +21,42 @@ PICKLES = {
 }
 
 
-def with_state(model: Any, tensors: State) -> Any:
+def with_state(model, tensors):
     other = copy.deepcopy(model)
     other.load_state_dict(tensors)
     return other
 
 
-def near(model: Any, scale: float = 0.1) -> Any:
+def near(model, scale=0.1):
     """The model after a little training, tied tensors still tied."""
     trained = made.near(dict(model.named_parameters()), scale, 1)
     return with_state(model, {**model.state_dict(), **trained})
 
 
-def scrambled(model: Any, parts: tuple[str, ...] = ("attention", "ffn")) -> Any:
+def scrambled(model, parts=("attention", "ffn")):
     symmetry = fedrot.symmetry_of(model.config, model.state_dict())
     return with_state(
         model, fedrot.random_equivalent(model.state_dict(), symmetry, 3, parts)
     )
 
 
-def model_of(name: str, seed: int = 0) -> Any:
+def model_of(name, seed=0):
     if name in families.MEMBERS:
         return families.model_of(name, families.state_of(name, seed)).float()
     return made.fresh_model(name, seed=seed).float()
 
 
-def saved(model: Any, folder: Path, **options: Any) -> Path:
+def saved(model, folder, **options):
     model.save_pretrained(folder, **options)
     return folder
 
 
-def change(
-    folder: Path, function: Callable[[State], State], file: str = WEIGHTS
-) -> None:
+def change(folder, function, file=WEIGHTS):
     tensors = {name: t.clone() for name, t in load_file(folder / file).items()}
     save_file(function(tensors), folder / file, metadata={"format": "pt"})
 
 
-def configure(folder: Path, file: str = "config.json", **changes: Any) -> None:
+def configure(folder, file="config.json", **changes):
     """Change fields of a configuration; dictionaries are changed inside."""
     settings = json.loads((folder / file).read_text())
     for name, value in changes.items():
@@ -72,7 +65,7 @@ def configure(folder: Path, file: str = "config.json", **changes: Any) -> None:
     (folder / file).write_text(json.dumps(settings))
 
 
-def nested(inside: str, folder: Path) -> None:
+def nested(inside, folder):
     """Move a folder's files into one inside of it, beside one that is no model."""
     away = folder.with_name("away")
     folder.rename(away)
@@ -84,18 +77,18 @@ def nested(inside: str, folder: Path) -> None:
 class _Code(str):
     """What a pickle could do: it creates a file of this name."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return Path.touch, (Path(self),)
 
 
-def hostile(file: str, folder: Path) -> None:
+def hostile(file, folder):
     """Replace the weights by a pickle that runs code."""
     tensors = load_file(folder / file)
     torch.save({**tensors, "x": _Code(folder / "ran")}, folder / PICKLES[file])
     (folder / file).unlink()
 
 
-def refused(words: str, spoilt: Path, *line: object) -> None:
+def refused(words, spoilt, *line):
     """Run a command, which has to fail with these words, name a folder and leave
     nothing behind.
     """
@@ -104,7 +97,7 @@ def refused(words: str, spoilt: Path, *line: object) -> None:
     assert not (spoilt / "ran").exists()
 
 
-def tokenizer(folder: Path, size: int = 40, **renamed: str) -> None:
+def tokenizer(folder, size=40, **renamed):
     words = ["[PAD]", "[UNK]", *(f"w{i}" for i in range(size - 2))]
     numbers = {renamed.get(word, word): number for number, word in enumerate(words)}
     found = Tokenizer(models.WordLevel(numbers, unk_token="[UNK]"))

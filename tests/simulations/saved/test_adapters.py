@@ -1,7 +1,5 @@
 """``fedrot merge`` of adapters: folders of PEFT in, a folder of PEFT out."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

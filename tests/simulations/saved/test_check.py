@@ -1,7 +1,5 @@
 """``fedrot check``: a sound model, a broken one, and what cannot be checked."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """``fedrot merge --data``: models of known accuracy, and heads that are fitted."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -158,8 +156,9 @@ def test_several_labels_scores_and_weights_without_a_bias(tmp_path):
     """A decoder's head has no bias; booleans are several labels, numbers are scores."""
     fifth, seventh = np.arange(100) % 5, np.arange(100) % 7
     texts = [f"w{n % 5} w{10 + n % 7} w{n % 3}" for n in range(100)]
-    columns = {"x": fifth < 2, "y": fifth > 0, "z": seventh < 3}
-    many = write(tmp_path / "many.csv", text=texts, **columns)
+    many = write(
+        tmp_path / "many.csv", text=texts, x=fifth < 2, y=fifth > 0, z=seventh < 3
+    )
     scores = write(tmp_path / "scores.csv", text=texts, label=fifth + 0.5)
     several = {
         "id2label": {0: "z", 1: "y", 2: "x"},

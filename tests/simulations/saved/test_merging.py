@@ -1,7 +1,5 @@
 """``fedrot merge`` of models: what comes out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 word.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

@@ -1,7 +1,5 @@
 """``fedrot simulate --save``: the model of the folder is the one that was measured."""
 
-from __future__ import annotations
-
 import json
 from math import log
 from pathlib import Path

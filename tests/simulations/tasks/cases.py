@@ -2,13 +2,10 @@
 precision.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,7 +15,7 @@ import transformers
 from fedrot.simulations.data.tokenizers import bundled_tokenizer
 from fedrot.simulations.experiment import OF_SMALL_MODEL, Experiment
 from fedrot.simulations.models import build_model
-from fedrot.simulations.tasks.training import Task, task_of
+from fedrot.simulations.tasks.training import task_of
 
 torch.set_num_threads(1)
 
@@ -71,7 +68,7 @@ FILES = {
 
 
 @cache
-def data_dir() -> Path:
+def data_dir():
     folder = Path(mkdtemp(prefix="fedrot-cases-"))
     for name, columns in FILES.items():
         split = ["test" if row % 4 == 3 and row > 8 else "train" for row in range(ROWS)]
@@ -101,7 +98,7 @@ CASES = {
 }
 
 
-def experiment_of(case: str, **changes: Any) -> Experiment:
+def experiment_of(case, **changes):
     """Return the experiment of a case; limits are for data sets that are not files of
     ``FILES``.
     """
@@ -115,16 +112,16 @@ def experiment_of(case: str, **changes: Any) -> Experiment:
     return Experiment(**given)
 
 
-def task_for(case: str, **changes: Any) -> Task:
+def task_for(case, **changes):
     return task_of(experiment_of(case, **changes).to_json())
 
 
-def changed(task: Task, **fields: Any) -> Task:
+def changed(task, **fields):
     """Return a task whose experiment has other fields; the data stay."""
     return replace(task, experiment=task.experiment.model_copy(update=fields))
 
 
-def model_for(task: Task, seed: int = 0) -> Any:
+def model_for(task, seed=0):
     return build_model(task.experiment, task.data, seed)
 
 
@@ -143,13 +140,7 @@ VISION = {
 }
 
 
-def save(
-    folder: Path,
-    config: Any,
-    auto: str = "AutoModel",
-    dtype: Any = torch.float32,
-    tokenizer: bool = True,
-) -> Path:
+def save(folder, config, auto="AutoModel", dtype=torch.float32, tokenizer=True):
     """Save a random model in a precision, with the bundled tokenizer."""
     torch.manual_seed(0)
     getattr(transformers, auto).from_config(config).to(dtype).save_pretrained(folder)
@@ -164,6 +155,6 @@ def save(
     return folder
 
 
-def parts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def parts(model):
     """Return copies of a model's tensors by name."""
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -2,8 +2,6 @@
 for a seed.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -21,7 +19,7 @@ from fedrot.simulations.data import IGNORED
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.objective import model_inputs
 from fedrot.simulations.tasks.task_registry import TASKS
-from fedrot.simulations.tasks.training import Task, check_labels, check_model
+from fedrot.simulations.tasks.training import check_labels, check_model
 from tests.simulations.tasks.cases import (
     CASES,
     changed,
@@ -67,7 +65,7 @@ def test_every_task_and_architecture_has_a_case():
     assert {e.architecture for e in run} == {architecture for _, architecture in every}
 
 
-def oracle(task: Task, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def oracle(task, model, batch):
     """Return the mean loss that torch computes from a model's logits."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     logits = model(**model_inputs(model, inputs)).logits
@@ -136,7 +134,7 @@ def test_training_learns_with_the_same_bits_for_a_seed(task, monkeypatch):
     noted = dict[bool, list[float]]({True: [], False: []})
     fresh = training.evaluate(model_for(task), task, task.train, rows)
 
-    def trained(seed: int) -> tuple[float, dict[str, torch.Tensor], Any]:
+    def trained(seed):
         model = model_for(task)
         loss = training.train(model, longer, rows, seed, 3)
         assert model.training
@@ -180,7 +178,7 @@ def test_a_diverged_model_and_no_rows_have_no_scores(task):
 def test_a_trial_runs_the_longest_rows_and_trains_nothing(task, monkeypatch):
     model, batch, tried = model_for(task), task.objective.batch, list[Any]()
 
-    def recorded(encoded: Any, rows: np.ndarray, rng: Any) -> Any:
+    def recorded(encoded, rows, rng):
         tried.append((encoded, rows))
         return batch(encoded, rows, rng)
 

@@ -1,10 +1,7 @@
 """Language modelling: what is hidden, and what a perplexity is the mean of."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +14,6 @@ from fedrot.simulations.data.read import DataError
 from fedrot.simulations.data.tokenizers import bundled_tokenizer
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.language import MaskedLanguageModelling
-from fedrot.simulations.tasks.training import Task
 from tests.simulations.tasks.cases import changed, model_for, task_for
 
 VOCABULARY = task_for("mlm bert").objective
@@ -28,7 +24,7 @@ def task():
     return task_for("mlm bert")
 
 
-def encoded_of(ids: list[Any], pad_id: int = 0) -> EncodedText:
+def encoded_of(ids, pad_id=0):
     """Return rows of these tokens, as labels are not used."""
     rows = [np.asarray(row) for row in ids]
     return EncodedText(
@@ -36,9 +32,7 @@ def encoded_of(ids: list[Any], pad_id: int = 0) -> EncodedText:
     )
 
 
-def hidden(
-    task: Task, encoded: EncodedText, seed: int | None
-) -> tuple[np.ndarray, np.ndarray]:
+def hidden(task, encoded, seed):
     """Return the tokens and the labels of a batch of all rows; without a seed of an
     evaluation.
     """
@@ -88,7 +82,7 @@ def test_at_least_one_token_is_hidden_and_no_special_one_or_padding(task, seed):
 def test_evaluation_masks_do_not_depend_on_the_batch(task):
     rows = np.arange(40)
 
-    def places(batch_rows: np.ndarray) -> dict[int, Any]:
+    def places(batch_rows):
         batch = task.objective.batch(task.test, batch_rows)
         chosen = (batch["labels"] != IGNORED).numpy()
         assert (batch["input_ids"].numpy()[chosen] == VOCABULARY.mask).all()

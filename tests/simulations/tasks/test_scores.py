@@ -2,8 +2,6 @@
 found by hand.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -23,9 +21,7 @@ OF_CLASSES = ("accuracy", "macro_f1", "micro_f1")
 seeds = st.integers(0, 2**31)
 
 
-def drawn(
-    kind: str, seed: int, rows: int, classes: int
-) -> tuple[np.ndarray, np.ndarray]:
+def drawn(kind, seed, rows, classes):
     rng = np.random.default_rng(seed)
     outputs = rng.normal(size=(rows, classes)) * 10 ** rng.uniform(-2, 2)
     labels = {
@@ -90,8 +86,7 @@ def test_scores_of_rows(seed, rows, flat):
 
 @pytest.mark.parametrize("outputs", [np.ones((4, 1)), np.array([[1.0], [2], [3], [4]])])
 def test_a_correlation_with_a_constant_is_zero(outputs):
-    constant = np.ptp(outputs) == 0
-    labels = np.array([1.0, 2, 3, 5]) if constant else np.ones(4)
+    labels = np.array([1.0, 2, 3, 5]) if np.ptp(outputs) == 0 else np.ones(4)
     found = evaluate_predictions("regression", ("pearson", "spearman"), outputs, labels)
     assert (found["pearson"], found["spearman"]) == (0, 0)
 
@@ -109,7 +104,7 @@ def test_outputs_that_are_not_finite_have_no_scores(kind, value):
 TAGS = ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
 
 
-def spans(tags: list[str]) -> set[tuple[str, int, int]]:
+def spans(tags):
     """Return the entities of a row: type, first and last word."""
     found = set()
     start = 0

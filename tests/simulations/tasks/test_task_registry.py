@@ -1,7 +1,5 @@
 """The registry of tasks: its names, and what a task of one's own needs."""
 
-from __future__ import annotations
-
 import pytest
 
 from fedrot.simulations.experiment import Experiment

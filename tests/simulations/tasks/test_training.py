@@ -1,11 +1,7 @@
 """Local training: what an epoch sees, which random numbers decide it."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +13,7 @@ from transformers import BertConfig
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.classification import Classification
 from fedrot.simulations.tasks.objective import model_inputs
-from fedrot.simulations.tasks.training import Task
 from tests.simulations.tasks.cases import changed, model_for, task_for
-
-Seen = Callable[..., list[list[int]]]
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +29,14 @@ def seen(task, monkeypatch):
     steps = []
     batch = Classification.batch
 
-    def recorded(self: Any, encoded: Any, rows: np.ndarray, rng: Any) -> Any:
+    def recorded(self, encoded, rows, rng):
         assert encoded is task.train
         steps.append(rows.tolist())
         return batch(self, encoded, rows, rng)
 
     monkeypatch.setattr(Classification, "batch", recorded)
 
-    def rows_of(
-        epochs: float | None, seed: int, of: Task = task, rows: int = 70
-    ) -> list[list[int]]:
+    def rows_of(epochs, seed, of=task, rows=70):
         steps.clear()
         assert math.isfinite(
             training.train(model_for(of), of, np.arange(rows), seed, epochs)
@@ -65,14 +56,13 @@ def test_an_epoch_sees_every_row_once_and_a_part_is_its_first_steps(task, seen):
         assert seen(epochs, 0) == two[:steps]
     assert seen(0.5, 1) != two[:5]
     # 0.28 times 25 is more than 7 in floating-point numbers.
-    pairs = changed(task, batch_size=2)
-    assert len(seen(0.28, 0, pairs, 50)) == 7
+    assert len(seen(0.28, 0, changed(task, batch_size=2), 50)) == 7
     # Without epochs, those of the experiment.
     assert seen(None, 3, changed(task, local_epochs=0.5)) == seen(0.5, 3)
 
 
 def test_the_loss_of_a_training_is_that_of_its_last_epoch(task, monkeypatch):
-    def counted(_: object, model: Any, __: object) -> torch.Tensor:
+    def counted(_, model, __):
         assert model.training
         return next(model.parameters()).sum() * 0 + next(steps)
 
@@ -121,12 +111,10 @@ def test_batches_have_each_row_once_and_similar_lengths(seed, rows, size):
     assert all(map(np.array_equal, found, again))
 
 
-def test_step_batches_are_random_rows_each_once_and_no_more_than_asked_for(
-    task,
-):
+def test_step_batches_are_random_rows_each_once_and_no_more_than_asked_for(task):
     model = model_for(task)
 
-    def chosen(limit: int, seed: int) -> list[frozenset[bytes]]:
+    def chosen(limit, seed):
         found = list(
             training.step_batches(task, model, np.arange(10, 60), limit, 8, seed)
         )

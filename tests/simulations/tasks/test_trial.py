@@ -2,12 +2,8 @@
 passes, runs.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +49,7 @@ LEARNED = {
 LLAMA = transformers.LlamaConfig(**{**SHORT, "pad_token_id": None})
 
 
-def tried(model: Path, case: str = "bert", **changes: Any) -> str:
+def tried(model, case="bert", **changes):
     """Try a saved model; return the error. If there is none, train a step and
     evaluate.
     """
@@ -85,7 +81,7 @@ def test_texts_longer_than_the_table_of_positions_are_refused(family, tmp_path):
     assert tried(model, max_length=PLACES) == ""
 
 
-def labelled(labels: int) -> Any:
+def labelled(labels):
     return transformers.BertConfig(**SIZES, num_labels=labels)
 
 

@@ -2,8 +2,6 @@
 model.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import shutil

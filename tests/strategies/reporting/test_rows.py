@@ -1,7 +1,5 @@
 """The rows and metrics that a run reports."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """The verdict on a round, sentence by sentence, and the last lines of a run."""
 
-from __future__ import annotations
-
 import ast
 import logging
 import re

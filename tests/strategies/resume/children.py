@@ -7,25 +7,20 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord
-from flwr.serverapp.strategy import FedAdam, Result
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp.strategy import FedAdam
 
 from fedrot.strategies import Aligned
 from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.run import run
-from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.settings import Reporting, Server
 from tests.models import near
 from tests.strategies.classifier import SYMMETRY, state
 from tests.strategies.fakes import (
-    Client,
     grid_of,
     model_in,
     reply,
@@ -40,7 +35,6 @@ METRICS = (
     "evaluate_metrics_serverapp",
 )
 #: Says where a child is; the child waits at its last mark to be killed.
-Mark = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -51,12 +45,7 @@ class Ended:
     code: int
 
 
-def child(
-    work: Callable[[Mark], None],
-    kill_at: str = "",
-    seconds: float = 0.0,
-    until: str = "",
-) -> Ended:
+def child(work, kill_at="", seconds=0.0, until=""):
     """Let a child work; kill it so many seconds after a mark. It does not go on from
     ``until``.
     """
@@ -65,7 +54,7 @@ def child(
     process = os.fork()
     if process == 0:
 
-        def mark(what: str) -> None:
+        def mark(what):
             os.write(writing, f"{what}\n".encode())
             while what == until:
                 signal.pause()
@@ -87,38 +76,44 @@ def child(
     return Ended(marks, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
 
 
-def client(index: int) -> Client:
+def client(index):
     """Return a client whose answer follows from what it is sent."""
 
-    def train(message: Message) -> Message:
+    def train(message):
         received = model_in(message)
         number = round_of(message)
         update = near(received, 0.01 * (1 + index), 10 * number + index)
-        metrics = {"train_loss": 0.5 / (number + index), "norm_bit": index % 2}
-        return reply(message, update, 10 + 3 * index, index, **metrics)
+        return reply(
+            message,
+            update,
+            10 + 3 * index,
+            index,
+            train_loss=0.5 / (number + index),
+            norm_bit=index % 2,
+        )
 
     return train
 
 
-def evaluate(number: int, arrays: ArrayRecord) -> MetricRecord:
+def evaluate(number, arrays):
     """Return metrics that depend on the model and on the global random generators."""
     norm = sum(float(t.double().square().sum()) for t in tensors_of(arrays).values())
     drawn = [random.random(), float(np.random.normal()), float(torch.rand(()))]
     return MetricRecord({"norm": norm, "drawn": drawn, "undefined": float("nan")})
 
 
-def play(folder: Path, mark: Mark) -> None:
+def play(folder, mark):
     """Play the run, or the rest of it, and write what it ended with."""
 
     class Marked(Aligned, FedAdam):
-        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+        def aggregate_train(self, server_round, replies):
             mark(f"aggregate {server_round}")
             aggregated = super().aggregate_train(server_round, replies)
             mark(f"aggregated {server_round}")
             return aggregated
 
     class MarkedCheckpoints(Checkpointing):
-        def save(self, number: int, result: Result, state: RunState) -> Path:
+        def save(self, number, result, state):
             mark(f"write {number}")
             path = super().save(number, result, state)
             mark(f"written {number}")
@@ -147,7 +142,7 @@ def play(folder: Path, mark: Mark) -> None:
     mark("finish")
 
 
-def ending(result: Result) -> dict[str, Any]:
+def ending(result):
     """Return a result in a form that compares bit for bit, and the next random
     numbers.
     """

@@ -2,24 +2,20 @@
 number.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp.strategy import FedAvg, Result
 
-from fedrot.strategies.resume.checkpoints import Checkpoint, Checkpointing
+from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.state import RunState
 
 
-def run_state() -> RunState:
+def run_state():
     """Return the state of a run of FedAvg."""
     return RunState(FedAvg(), ConfigRecord(), ConfigRecord())
 
 
-def result_of(number: int, arrays: ArrayRecord | None = None) -> Result:
+def result_of(number, arrays=None):
     """Return the result after a round."""
     model = (
         ArrayRecord({"weight": torch.full((50, 40), float(number))})
@@ -30,9 +26,7 @@ def result_of(number: int, arrays: ArrayRecord | None = None) -> Result:
     return Result(model, train_metrics_clientapp=metrics)
 
 
-def save(
-    folder: Path, number: int, arrays: ArrayRecord | None = None, keep: int = 3
-) -> Path:
+def save(folder, number, arrays=None, keep=3):
     """Save one round, as the first of a run."""
     checkpoints = Checkpointing(folder, keep)
     torch.rand(())  # As in a run: no two states are the same.
@@ -40,7 +34,7 @@ def save(
         return checkpoints.save(number, result_of(number, arrays), run_state())
 
 
-def round_of(found: Checkpoint) -> int:
+def round_of(found):
     """Return which round a checkpoint of ``save`` is, by its model and metrics."""
     (value,) = set(found.result.arrays["weight"].numpy().flatten().tolist())
     assert value == found.round == max(found.result.train_metrics_clientapp)

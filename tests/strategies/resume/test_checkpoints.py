@@ -1,7 +1,5 @@
 """Checkpointing: equal bits after a round trip, and each is complete or absent."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -589,5 +587,4 @@ def test_a_checkpoint_is_on_disk_before_it_has_a_name_and_that_before_older_ones
     assert {*before} == {f"run/{LINES}", *files, str(unfinished)}
     assert before[-1] == str(unfinished)
     assert unfinished.parent == Path("run")
-    after = [("sync", "run"), ("remove", "run/round-000006")]
-    assert operations[named + 1 :] == after
+    assert operations[named + 1 :] == [("sync", "run"), ("remove", "run/round-000006")]

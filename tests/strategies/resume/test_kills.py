@@ -2,8 +2,6 @@
 not killed.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -117,8 +115,7 @@ def test_death_before_any_file_operation_leaves_whole_checkpoints(
     assert found == sorted(found)
     assert set(found) == {2, 3, 4}
     for number in (3, 4):
-        renamed = found.index(number)
-        assert steps[renamed - 1][0] == "replace"
+        assert steps[found.index(number) - 1][0] == "replace"
         before = [mark for mark, newest in steps[:-1] if newest == number - 1]
         # Of the round before: the folder of all checkpoints, after the rename.
         assert before.count("fsync") == (number == 4) + len(

@@ -1,7 +1,5 @@
 """Resumed runs: the calls of Flower's loop, and the same end after every stop."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from functools import partial

@@ -2,8 +2,6 @@
 used.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from dataclasses import replace
@@ -408,8 +406,7 @@ def test_a_server_step_that_overflows_fails_one_round_and_not_the_next_ones(
         fraction_evaluate=0.0,
         reporting=Reporting(rows=tmp_path / "report.jsonl"),
     )
-    grid = grid_of([client] * 2)
-    result = strategy.start(grid, ArrayRecord(base), num_rounds=4)
+    result = strategy.start(grid_of([client] * 2), ArrayRecord(base), num_rounds=4)
     assert [
         row["round"] for row in read_rows(tmp_path / "report.jsonl") if "lost" in row
     ] == [2]

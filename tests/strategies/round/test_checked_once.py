@@ -1,7 +1,5 @@
 """The names and shapes of a reply are checked at the door, and nowhere else."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -101,8 +99,7 @@ def test_updates_with_marks_are_averaged_from_the_first_mark_on():
         messages = broadcast(strategy, model, 3)
         sent = []
         for place, message in enumerate(messages):
-            update = {"w": torch.full((2, 3), float(place))}
-            answer = reply(message, update, 1, place)
+            answer = reply(message, {"w": torch.full((2, 3), float(place))}, 1, place)
             if place == marked:
                 answer.content["fedrot-statistics"] = record
             sent.append(answer)

@@ -2,8 +2,6 @@
 the mean.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from flwr.app import Context, Message, RecordDict

@@ -1,7 +1,5 @@
 """Evaluations of clients: averaged, or left out and named in one line."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

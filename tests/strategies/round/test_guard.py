@@ -2,8 +2,6 @@
 bit.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from functools import cache
@@ -59,8 +57,7 @@ def scrambling(index):
 
     def trained(message):
         number = round_of(message)
-        received = model_in(message)
-        update = near(received, 0.05, 10 * number + index)
+        update = near(model_in(message), 0.05, 10 * number + index)
         sent = fedrot.random_equivalent(update, SYMMETRY, 10 * number + index)
         return reply(message, sent, 10 + index, index)
 
@@ -326,13 +323,14 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, after):
     whole = run(AlignedAdam, evaluate, rounds=3, guard="loss", eta=0.01)
     calls = []
     for rounds in (after, 3):
-        checkpointing = Checkpointing(tmp_path)
-        given = {
-            "guard": "loss",
-            "eta": 0.01,
-            "checkpoints": checkpointing,
-        }
-        resumed = run(AlignedAdam, evaluate, rounds=rounds, **given)
+        resumed = run(
+            AlignedAdam,
+            evaluate,
+            rounds=rounds,
+            guard="loss",
+            eta=0.01,
+            checkpoints=Checkpointing(tmp_path),
+        )
     assert kept(whole) == kept(resumed) == [1, 0, 1]
     assert bits(resumed) == bits(whole)
     assert dict(resumed.train_metrics_clientapp) == dict(whole.train_metrics_clientapp)
@@ -358,13 +356,16 @@ def test_a_name_says_what_is_better_however_it_is_written(metric, higher):
 
 
 def private(symmetry, fraction_evaluate, **given):
-    settings = {
-        "noise_multiplier": 0.1,
-        "clipping_norm": 1.0,
-        "num_sampled_clients": CLIENTS,
-    }
     strategy = in_front_of(DifferentialPrivacyServerSideFixedClipping)
-    return strategy(symmetry, FedAvg(), **settings, alignment=GLOBAL, **given)
+    return strategy(
+        symmetry,
+        FedAvg(),
+        noise_multiplier=0.1,
+        clipping_norm=1.0,
+        num_sampled_clients=CLIENTS,
+        alignment=GLOBAL,
+        **given,
+    )
 
 
 def without_start(grid):

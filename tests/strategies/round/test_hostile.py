@@ -2,8 +2,6 @@
 resources.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from flwr.app import (
@@ -101,8 +99,7 @@ def test_a_broadcast_model_that_cannot_be_matched_is_no_anchor():
     embeddings = {name: t for name, t in state().items() if "embeddings.weight" in name}
     broken = attack(state(), "gaussian 1e10") | embeddings
     sent = [build_anew(0), *HONEST[1:]]
-    strategy = FedRot(CONFIG, other_basis=OtherBasis(build))
-    _, metrics = aggregated(strategy, broken, sent)
+    _, metrics = aggregated(FedRot(CONFIG, other_basis=OtherBasis(build)), broken, sent)
     assert metrics["fedrot-replies-accepted"] == 3
     assert metrics["fedrot-groups-moved"] > 0
 

@@ -1,7 +1,5 @@
 """Replies from other bases: their residual streams are in orders of their own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

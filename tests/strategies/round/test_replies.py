@@ -2,16 +2,13 @@
 never sent.
 """
 
-from __future__ import annotations
-
 import time
 import tracemalloc
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 import fedrot
 from fedrot.aggregation import Mean, RegMean
@@ -33,8 +30,6 @@ from tests.strategies.fakes import (
     reply,
 )
 from tests.strategies.hostile import CONFIG, SETUPS
-
-Client = Callable[[Message], Message]
 
 NAME, GRAM, HALF = "classifier.weight", "gram/classifier.weight", "classifier.bias"
 QUERY = "bert.encoder.layer.0.attention.self.query.weight"

@@ -1,7 +1,5 @@
 """The figures of a round: their documentation and their values."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

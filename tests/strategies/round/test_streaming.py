@@ -2,8 +2,6 @@
 precision.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math
@@ -126,8 +124,7 @@ def test_deterministic_rounds_agree_to_the_last_bit_whoever_was_fastest(
     anchor,
 ):
     options = fedrot.AlignmentOptions(anchor=anchor)
-    server = Server(deterministic=True)
-    strategy = FedRot(CONFIG, alignment=options, server=server)
+    strategy = FedRot(CONFIG, alignment=options, server=Server(deterministic=True))
     sent = replies(broadcast(strategy, state(), COUNT), updates(), loss=0.5)
     results = [
         strategy.aggregate_train(1, [sent[i] for i in order])[0] for order in ORDERS
@@ -326,8 +323,9 @@ def test_half_precision_travels_and_the_server_keeps_its_own(base, wire):
         )
         return answered
 
-    settings = {"server": Server(wire=wire), "fraction_evaluate": 0.0}
-    strategy = in_front_of(base)(CONFIG, alignment=GLOBAL, **settings)
+    strategy = in_front_of(base)(
+        CONFIG, alignment=GLOBAL, server=Server(wire=wire), fraction_evaluate=0.0
+    )
     grid = grid_of([client] * 2)
     new = tensors_of(strategy.start(grid, ArrayRecord(state()), 1).arrays)
     assert received == {wire}
@@ -417,12 +415,9 @@ ALONE = {"mine": MODEL}
 def test_of_several_records_the_model_is_the_one_that_the_strategy_names(
     given, key, known
 ):
-    settings = {
-        "alignment": None,
-        "aggregation": Mean,
-        "fraction_evaluate": 0.0,
-    }
-    strategy = OwnMessages(arrayrecord_key=key, **settings)
+    strategy = OwnMessages(
+        arrayrecord_key=key, alignment=None, aggregation=Mean, fraction_evaluate=0.0
+    )
     strategy.given = given
     grid = grid_of([lambda m: reply(m, {"w": torch.full((2,), 4.0)}, 10)] * 2)
     if not known:

@@ -2,8 +2,6 @@
 refused.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import tracemalloc
@@ -160,8 +158,7 @@ def test_flower_reads_what_numpy_has_and_its_own_arrays_are_read(value):
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_tied_embeddings_travel_once(dtype):
-    model = build_tied()
-    tied = model.state_dict()
+    tied = build_tied().state_dict()
     apart = {name: value.clone() for name, value in tied.items()}
     record = to_arrays(tied, dtype)
     whole = to_arrays(apart, dtype)
@@ -182,9 +179,16 @@ def test_tied_embeddings_travel_once(dtype):
 
 
 def build_tied():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}
-    others = {"vocab_size": 50, "num_attention_heads": 2, "max_position_embeddings": 8}
-    return BertForMaskedLM(BertConfig(**sizes, **others))
+    return BertForMaskedLM(
+        BertConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            intermediate_size=24,
+            vocab_size=50,
+            num_attention_heads=2,
+            max_position_embeddings=8,
+        )
+    )
 
 
 def test_ties_are_of_memory_shape_and_layout():
@@ -208,8 +212,7 @@ def test_ties_are_of_memory_shape_and_layout():
 
 def test_ties_may_point_forward():
     record = to_arrays({"a": torch.ones(2)})
-    forward = ArrayRecord({"b": array(b"a", stype=TIED), "a": record["a"]})
-    found = from_arrays(forward)
+    found = from_arrays(ArrayRecord({"b": array(b"a", stype=TIED), "a": record["a"]}))
     assert list(found) == ["b", "a"]
     assert found["a"] is found["b"]
 
@@ -259,8 +262,7 @@ def test_fortran_order_and_newer_headers_are_read():
     assert torch.equal(found, torch.arange(24.0).reshape(2, 3, 4))
     stream = io.BytesIO()
     np.lib.format.write_array(stream, values, version=(2, 0))
-    newer = array(stream.getvalue(), (2, 3, 4))
-    assert torch.equal(decode("w", newer), found)
+    assert torch.equal(decode("w", array(stream.getvalue(), (2, 3, 4))), found)
 
 
 def test_what_is_misaligned_is_copied():
@@ -422,8 +424,7 @@ def test_a_huge_shape_is_refused_without_memory_for_it(shape):
 
 
 def test_shapes_of_truth_values_are_numbers():
-    found = decode("w", array(npy(described("(True,)"), bytes(4)), (1,)))
-    assert found.shape == (1,)
+    assert decode("w", array(npy(described("(True,)"), bytes(4)), (1,))).shape == (1,)
     assert decode("w", array(TRUTH, dtype="bool")).tolist() == [True, False]
 
 

@@ -1,7 +1,5 @@
 """Flower's internals are as ``flower_compat`` expects them in the installed version."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

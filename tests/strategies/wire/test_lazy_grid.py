@@ -1,7 +1,5 @@
 """A grid that sends for replies at once, and fetches one at a time."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

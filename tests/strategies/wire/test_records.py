@@ -2,8 +2,6 @@
 refused.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict

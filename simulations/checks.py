@@ -222,18 +222,16 @@ def costs_of(
         known = experiments[experiment.name]
         rows = sum(map(sum, known.described["seeds"][str(cell.seed)]))
         rounds = experiment.rounds if strategy.kind != "head_only" else 0
-        first = (cell.trains_first, strategy.learning_rate)
-        alone = strategy.kind == "alone"
         tuned = strategy.kind == "local_finetuning"
+        # What sites train alone, no round of a federation shares.
+        first = (cell.trains_first, strategy.learning_rate, strategy.kind == "alone")
         # The rounds before local fine-tuning are those of another strategy.
         kind = "fedrot" if tuned else strategy.kind
         usual = {"name": "", "kind": kind, "fit_at_end": False}
         unnamed = strategy.model_copy(update=usual)
         all_rounds = (first, unnamed.model_dump_json())
-        shared = 0 if alone else int(first in trained)
-        if all_rounds in trained:
-            shared = rounds
-        trained |= {all_rounds} if alone else {first, all_rounds}
+        shared = rounds if all_rounds in trained else int(first in trained)
+        trained |= {first, all_rounds}
         epochs = sum(
             experiment.epochs(number) for number in range(shared + 1, rounds + 1)
         )

@@ -24,15 +24,13 @@ class Paired:
     that is outside noise at this spread. The verdict is "better" or "worse", "within
     noise" if the interval contains 0, "same" if no difference is above ``ROUNDING``,
     "not finite", or "no interval" (``smallest`` is NaN) with fewer than two seeds or
-    without a spread. ``ours`` and ``other`` are means over these seeds.
+    without a spread.
     """
 
     mean: float
     smallest: float
     n: int
     verdict: str
-    ours: float = nan
-    other: float = nan
 
 
 def paired_difference(

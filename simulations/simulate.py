@@ -260,8 +260,7 @@ class _Run:
                 continue
             # The headline metric comes first.
             if not texts or row["metric"] in ("macro_f1", "loss"):
-                value = nan if row["value"] is None else row["value"]
-                texts.append(f"{row['metric']} {value:z.3f}")
+                texts.append(f"{row['metric']} {row['value']:z.3f}")
         if not texts:
             texts.append("each site has a model of its own")
         if any(row["metric"] == HEAD_FAILED and row["value"] for row in result.rows):

@@ -4,128 +4,114 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf, nan
 from typing import TYPE_CHECKING
 
-from fedrot.simulations.paired import LOWER_IS_BETTER, Paired, paired_difference
+from fedrot.simulations.paired import Paired, paired_difference
 from fedrot.simulations.run_folder import Row
+from fedrot.strategies.fitting.sites import HEADS
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-#: The starts of the scopes of rows about a site's own test rows: by its own model, by
-#: the global model, and by alone (head).
-OWN, GLOBAL, ALONE = "own:", "own-global:", "own-alone:"
+#: The start of the scope of rows about a site's own test rows.
+OF_SITE = "site:"
+#: The starts of metrics there, heads of ``report_sites``: alone (head), that of the
+#: global model, and the site's own.
+ALONE, GLOBAL, OWN = HEADS
 #: The metric of how many test rows a site has.
 TEST_ROWS = "test-rows"
 #: Figures of sites with fewer test rows are marked.
 FEW_ROWS = 20
-#: Headline metrics that a site's own model does not change; the loss replaces them.
-_CORRELATIONS = {"pearson", "spearman"}
 #: The two ways to be alone: a fitted head, and training.
 _HEAD, _TRAINED = "alone (head)", "alone (trained)"
 
 
 @dataclass(frozen=True, eq=False)
-class SiteGain:
-    """What one strategy, or alone, is worth at the sites.
-
-    Attributes:
-        values: the metric of each site's own model, by site, mean over seeds.
-        everywhere: the same of the global model, mean over sites; NaN without one.
-        worst: the site with the worst value.
-        differences: from alone, by site.
-        against: their mean over sites, paired over seeds; of one seed, over sites.
-        better, worse: numbers of sites that are better, or worse, than alone.
-    """
-
-    values: Series[float]
-    everywhere: float
-    worst: str
-    differences: Series[float]
-    against: Paired
-    better: int
-    worse: int
-
-
-@dataclass(frozen=True)
 class SiteGains:
-    """What strategies give the sites, in a metric.
+    """What strategies, and alone, are worth at the sites, in a metric.
 
     Attributes:
         sign: -1 if lower values are better, else 1.
-        alone: the stronger of alone (head) and alone (trained), by the mean over sites.
-        gains: by name, first of the two, as far as there are.
-        rows: test rows by site.
+        alone: the stronger of alone (head) and alone (trained), by the mean over sites;
+            empty if both are unknown.
+        values: of each site's own model, [sites, names], mean over seeds. First of the
+            names are the two ways alone, as far as there are.
+        gains: how much better than alone that is, [sites, names]; negative is worse.
+        of_all: values of global models, by name, mean over sites.
+        against: differences from alone, by name, paired over seeds; of one seed, over
+            sites.
         over: what the intervals are over: ``3 seeds``, ``5 sites``.
+        rows: test rows by site.
     """
 
     metric: str
     sign: int
     alone: str
-    gains: Mapping[str, SiteGain]
-    rows: Series[float]
+    values: DataFrame
+    gains: DataFrame
+    of_all: Series[float]
+    against: Mapping[str, Paired]
     over: str
+    rows: Series[float]
 
-    def mean(self, name: str) -> float:
-        """Return a strategy's mean over sites; higher is better."""
-        return self.sign * float(self.gains[name].values.mean())
+    def worst(self, name: str) -> str:
+        """Return the site with the worst value."""
+        return str((self.sign * self.values[name]).fillna(-inf).idxmin())
 
-    def pairs(self, name: str) -> dict[str, tuple[float, float]]:
+    def better(self, name: str) -> str:
+        """Return how many sites are better than alone: ``3 of 5``."""
+        gains = self.gains[name]
+        return f"{(gains > 0).sum()} of {len(gains)}"
+
+    def pairs(self, name: str) -> dict[str, list[float]]:
         """Return by site the values of alone and of a strategy."""
-        before, after = self.gains[self.alone].values, self.gains[name].values
-        return {str(site): (before[site], after[site]) for site in after.index}
+        return self.values[[self.alone, name]].T.to_dict("list")
 
 
-def gains_of(frame: DataFrame, experiment: Row, headline: str) -> SiteGains | None:
-    """Return what strategies give the sites; None if alone is unknown.
+def gains_of(frame: DataFrame, experiment: Row) -> SiteGains | None:
+    """Return what strategies give the sites; None without rows of sites.
 
     Sites of a division that is drawn are others for each seed.
 
     Args:
         frame: rows of the last rounds, each once.
         experiment: as in ``config.json``.
-        headline: the headline metric.
     """
-    metric = "loss" if headline in _CORRELATIONS else headline
-    sign = -1 if metric in LOWER_IS_BETTER else 1
-    table = frame.join(frame["scope"].str.extract("^(?P<of>own.*?:)(?P<site>(?s:.*))"))
-    table = table.dropna(subset="of")
-    seeds = table["seed"].nunique()
+    frame = frame[frame["scope"].str.startswith(OF_SITE)]
+    sites = frame["scope"].str.removeprefix(OF_SITE)
+    seeds = frame["seed"].nunique()
     if seeds > 1 and not experiment.get("partition", "").startswith("column"):
-        table["site"] += " (seed " + table["seed"].astype(str) + ")"
-    for about in experiment["strategies"].values():
-        if about.get("kind") == "alone":
-            table = table.replace({"strategy": {about["name"]: _TRAINED}})
-    table.loc[table["of"] == ALONE, "strategy"] = _HEAD
-    rows = table[table["metric"] == TEST_ROWS].groupby("site")["value"].min()
-    table = table[table["metric"] == metric].drop_duplicates(
-        ["of", "strategy", "seed", "site"]
+        sites += " (seed " + frame["seed"].astype(str) + ")"
+    table = frame.assign(site=sites).pivot(
+        index=["seed", "site"], columns=["metric", "strategy"], values="value"
     )
-    everywhere = table[table["of"] == GLOBAL].groupby("strategy")["value"].mean()
-    grid = table[table["of"] != GLOBAL].pivot(
-        index=["seed", "site"], columns="strategy", values="value"
-    )
-    ways = [name for name in (_HEAD, _TRAINED) if name in grid]
-    if not ways:
+    if TEST_ROWS not in table:
         return None
-    alone = max(ways, key=lambda name: sign * grid[name].mean())
-    differences = grid.sub(grid[alone], axis="index")
+    sign, metric = (1, "accuracy") if f"{OWN}-accuracy" in table else (-1, "loss")
+    strategies = experiment["strategies"]
+    trained = [name for name in strategies if strategies[name].get("kind") == "alone"]
+    own = table[f"{OWN}-{metric}"].rename(columns=dict.fromkeys(trained, _TRAINED))
+    if f"{ALONE}-{metric}" in table:
+        # One strategy has measured it for all.
+        own[_HEAD] = table[f"{ALONE}-{metric}"].mean(axis=1)
+    own = own[[name for name in (_HEAD, _TRAINED, *strategies) if name in own]]
+    ways = own.columns.intersection([_HEAD, _TRAINED])
+    alone = max(ways, key=lambda name: sign * own[name].mean(), default="")
+    differences = own.sub(own.get(alone, nan), axis="index")
     units = differences.groupby("seed" if seeds > 1 else "site").mean()
-    differences = differences.groupby("site").mean()
-    grid = grid.groupby("site").mean()
-    gains = {}
-    for name in filter(grid.__contains__, [*ways, *experiment["strategies"]]):
-        signed = sign * differences[name]
-        gains[name] = SiteGain(
-            values=grid[name],
-            everywhere=everywhere.get(name, float("nan")),
-            worst=str((sign * grid[name]).fillna(float("-inf")).idxmin()),
-            differences=differences[name],
-            against=paired_difference(
-                [*units[name].dropna()], lower_is_better=sign < 0
-            ),
-            better=int((signed > 0).sum()),
-            worse=int((signed < 0).sum()),
-        )
-    over = f"{seeds} seeds" if seeds > 1 else f"{len(rows)} sites"
-    return SiteGains(metric, sign, alone, gains, rows, over)
+    values = own.groupby("site").mean()
+    return SiteGains(
+        metric,
+        sign,
+        alone,
+        values,
+        gains=sign * differences.groupby("site").mean(),
+        of_all=table[f"{GLOBAL}-{metric}"].mean(),
+        against={
+            name: paired_difference([*units[name].dropna()], lower_is_better=sign < 0)
+            for name in own
+        },
+        over=f"{seeds} seeds" if seeds > 1 else f"{len(values)} sites",
+        rows=table[TEST_ROWS].min(axis=1).groupby("site").min(),
+    )

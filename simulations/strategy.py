@@ -233,13 +233,9 @@ def _of_adapters(strategy: Strategy, experiment: Scenario) -> None:
 
 def refuse_unread(strategy: Strategy, *read: str) -> None:
     """Refuse the fields that a kind does not read, beside ``name`` and ``kind``."""
-    for name, usual in Strategy.model_fields.items():
-        if name in ("name", "kind", "learning_rate", "clients", *read):
-            continue
-        if getattr(strategy, name) != usual.default:
-            raise ValueError(
-                f"kind '{strategy.kind}' does not read {name}; leave it out"
-            )
+    known = {"name", "kind", "learning_rate", "clients", *read}
+    for name in strategy.model_dump(exclude=known, exclude_defaults=True):
+        raise ValueError(f"kind '{strategy.kind}' does not read {name}; leave it out")
 
 
 #: What refuses a strategy that does not go with an experiment, by kind. Plug-ins add
@@ -282,16 +278,15 @@ def default_strategies(experiment: Settings, classifies: bool) -> list[str]:
     lora = experiment["lora"]
     domains = data_names(str(experiment["data"]), experiment["data_dir"])
     heads = []
-    alone = []
     if classifies and experiment["holdout"] and len(domains) < 2:
         heads = ["fedavg_head", "head_only", "fit_head"]
-        alone = ["alone"]
+    names = ["fedavg", *heads, "aligned"]
     if lora and isinstance(lora, Mapping):
+        names = ["fedavg", "exact", *heads[1:]]
         rank = lora.get("r")
         # Factors of different ranks have no mean.
         if isinstance(rank, list) and len(set(rank)) > 1:
-            return ["exact", *heads[1:2], *alone]
-        return ["fedavg", "exact", *heads[1:], *alone]
-    if heads and experiment["start"] == "same":
-        return ["fedavg", *heads, *alone]
-    return ["fedavg", *heads, "aligned", *alone]
+            names = ["exact", *heads[1:2]]
+    elif heads and experiment["start"] == "same":
+        names.remove("aligned")
+    return [*names, "alone"] if heads else names

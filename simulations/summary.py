@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,10 @@ REFERENCE = "fedavg"
 BOUNDS: dict[str, str] = {}
 #: The scope of rows about the global model on the test rows.
 CENTRAL = "central"
-#: The start of the scope of rows about a client's rows.
+#: The start of the scope of rows about a client.
 OF_CLIENT = "client:"
-#: The metric of how many rows a client holds out.
-ROWS = "held-out-rows"
+#: The metrics of messages.
+_MESSAGES = ("bytes-sent", "bytes-received", "requests")
 #: A model has learned if its accuracy or macro F1 exceeds that of naming one class by
 #: more than this.
 LEARNED = 0.02
@@ -55,10 +55,6 @@ class Standing:
         about: the strategy in the configuration: its kind, ``code`` to copy, and what
             it ``says``.
         values: metrics of the global model on the test rows, [seeds, metrics].
-        worst: the headline metric of the worst client on its held-out rows, mean over
-            seeds.
-        measured: by seed, how many clients have held-out rows.
-        worst_rows: by seed, how many the worst client has, if it is known.
         megabytes, requests: size of all messages and their number, mean over seeds. NaN
             if unknown.
         against: metric -> difference from the reference.
@@ -68,9 +64,6 @@ class Standing:
     name: str
     about: Row
     values: DataFrame
-    worst: float
-    measured: Sequence[int]
-    worst_rows: Sequence[int]
     megabytes: float
     requests: float
     against: dict[str, Paired] = field(default_factory=dict)
@@ -113,15 +106,10 @@ class Standing:
 
     def difference(self, other: Standing, metric: str) -> Paired:
         """Return the difference from another strategy in a metric."""
-        if not (metric in self.values and metric in other.values):
-            return paired_difference([])
         # Only seeds that both have are paired.
-        ours, others = self.values[metric].align(other.values[metric], join="inner")
-        pair = paired_difference(
-            [*ours - others],
-            lower_is_better=metric in LOWER_IS_BETTER,
-        )
-        return replace(pair, ours=ours.mean(), other=others.mean())
+        ours, others = self.values.align(other.values, join="inner")
+        differences = [*(ours - others).get(metric, ())]
+        return paired_difference(differences, lower_is_better=metric in LOWER_IS_BETTER)
 
 
 @dataclass(frozen=True)
@@ -140,7 +128,6 @@ class Verdict:
             reference; the reference if no other one is better beyond noise.
         recommended: the strategy to use: the cheapest one within noise of ``best``.
         scored: which classes have no test row, if any.
-        measured: how many clients have held-out rows: ``3 of 6``.
         notes: see ``notes_of``.
         most_frequent: share of the largest class of the clients' rows; NaN without
             classes.
@@ -158,7 +145,6 @@ class Verdict:
     best: Standing
     recommended: Standing
     scored: str
-    measured: str
     notes: Sequence[str]
     most_frequent: float
     learned: bool
@@ -183,11 +169,12 @@ class Verdict:
         the sites' own rows.
         """
         sites = self.sites
-        if sites is None:
+        if sites is None or not sites.alone:
             return None
         choice = self.standings if self.undecided else [self.recommended]
         known = [standing for standing in choice if standing.name in sites.gains]
-        return max(known, key=lambda standing: sites.mean(standing.name), default=None)
+        worth = sites.gains.mean()
+        return max(known, key=lambda standing: worth[standing.name], default=None)
 
     @property
     def code(self) -> str:
@@ -229,18 +216,14 @@ def verdict(run: Run, name: str) -> Verdict | None:
     metrics = sorted(central["metric"].unique(), key=lambda metric: metric == "loss")
     headline = metrics[0]
     beside = "macro_f1" if "accuracy" in metrics else "loss"
-    judged = [
-        metric
-        for metric in dict.fromkeys([headline, beside, "loss"])
-        if metric in metrics
-    ]
+    judged = [*filter(metrics.__contains__, dict.fromkeys([headline, beside, "loss"]))]
     ranking = judged[-1]
     experiment = run.experiments[name]
     standings = []
     for about in experiment["strategies"].values():
         rows = frame[frame["strategy"] == about["name"]]
         if CENTRAL in {*rows["scope"]}:
-            standings.append(_standing(about, rows, headline))
+            standings.append(_standing(about, rows))
     finite = [standing for standing in standings if isfinite(standing.mean(ranking))]
     reference = min(
         finite or standings,
@@ -265,7 +248,6 @@ def verdict(run: Run, name: str) -> Verdict | None:
         and {standing.difference(best, metric).verdict for metric in judged} <= NOISE
     ]
     recommended = min(cheaper, key=lambda standing: standing.megabytes, default=best)
-    counted = span(reference.measured or [0])
     most_frequent, learned = _learned(experiment, standings)
     return Verdict(
         experiment=name,
@@ -277,11 +259,10 @@ def verdict(run: Run, name: str) -> Verdict | None:
         best=best,
         recommended=recommended,
         scored=experiment.get("scored", ""),
-        measured=f"{counted} of {experiment.get('clients', 0)}",
         notes=[*notes_of(experiment)],
         most_frequent=most_frequent,
         learned=learned,
-        sites=gains_of(frame, experiment, headline),
+        sites=gains_of(frame, experiment),
     )
 
 
@@ -295,44 +276,21 @@ def _last_rounds(rows: Sequence[Row]) -> DataFrame:
     return frame.drop_duplicates(["strategy", "seed", "scope", "metric"], keep="last")
 
 
-def _standing(about: Row, frame: DataFrame, headline: str) -> Standing:
+def _standing(about: Row, frame: DataFrame) -> Standing:
     """Return a strategy's results, not yet compared.
 
     ``frame`` has its rows of the last round.
     """
-    scopes = frame["scope"]
-    values = frame[scopes == CENTRAL].pivot(
-        index="seed", columns="metric", values="value"
-    )
-    clients = (
-        frame[scopes.str.startswith(OF_CLIENT)]
-        .pivot(index=["seed", "scope"], columns="metric", values="value")
-        .reindex(columns=[headline, ROWS])
-        .dropna(subset=headline)
-        .sort_values(headline, ascending=headline not in LOWER_IS_BETTER)
-        .groupby("seed")
-    )
-    worst = clients.first()
-    rows = worst[ROWS].dropna().astype(int)
-    unfitted = frame.loc[frame["metric"] == HEAD_FAILED, "value"].sum()
-    messages = (
-        frame[scopes == "messages"]
-        .groupby("metric")["value"]
-        .mean()
-        .reindex(["bytes-sent", "bytes-received", "requests"])
-    )
-    sizes = messages["bytes-sent"] + messages["bytes-received"]
-    score = worst[headline].mean()
+    table = frame.pivot(index="seed", columns=["scope", "metric"], values="value")
+    messages = table.reindex(columns=[("messages", name) for name in _MESSAGES]).mean()
+    sent, received, requests = messages
     return Standing(
         name=about["name"],
         about=about,
-        values=values,
-        worst=score,
-        measured=[*clients.size()],
-        worst_rows=[*rows],
-        megabytes=sizes / 1e6,
-        requests=messages["requests"],
-        unfitted=int(unfitted),
+        values=table[CENTRAL],
+        megabytes=(sent + received) / 1e6,
+        requests=requests,
+        unfitted=int(table.sum().get(("round", HEAD_FAILED), 0)),
     )
 
 

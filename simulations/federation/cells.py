@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,7 @@ from fedrot.simulations.models import (
 from fedrot.simulations.run_folder import Cell, Row, read_rows
 from fedrot.simulations.saved.load import save_model
 from fedrot.simulations.scenario import Settings
-from fedrot.simulations.site_gains import GLOBAL, OWN
-from fedrot.simulations.summary import ROWS
+from fedrot.simulations.summary import OF_CLIENT
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies import (
@@ -53,8 +52,7 @@ class CellRun(Cell):
 
     ``grid`` has the clients that take part (None while the cell is only checked). Files
     go to the folder ``scratch``, through which clients on this machine share trainings.
-    The model after the last round goes to the folder ``save``. ``priors`` are in the
-    bias of its head, if it was fitted.
+    The model after the last round goes to the folder ``save``.
     """
 
     grid: Any = None
@@ -62,7 +60,6 @@ class CellRun(Cell):
     save: Path | None = None
     rows: list[Row] = field(default_factory=list)
     alignment: list[Row] = field(default_factory=list)
-    priors: list[float] = field(default_factory=list)
 
     @property
     def task(self) -> Task:
@@ -112,57 +109,40 @@ class CellRun(Cell):
             for client in clients
         }
 
-    def finish_round(self, server_round: int, model: nn.Module) -> dict[str, float]:
+    def finish_round(
+        self, server_round: int, model: nn.Module, priors: Sequence[float] = ()
+    ) -> dict[str, float]:
         """Evaluate a round's global model; add and return the metrics.
 
-        What messages cost is added, too. After the last round the model is evaluated on
-        each client's held-out rows and on its own test rows as well.
+        What messages cost is added, too. After the last round models are evaluated on
+        each site's own test rows as well. ``priors`` are those in the model's bias, if
+        its head was fitted.
         """
         task = self.task
         metrics = training.evaluate(model, task, task.test, np.arange(len(task.test)))
         self.record("central", server_round, metrics)
         self.record("messages", server_round, self.grid.counted)
         if server_round == self.experiment.rounds:
-            for client, rows in self.client_rows().items():
-                if len(rows):
-                    scope = f"client:{task.site(self.seed, client)}"
-                    scores = training.evaluate(model, task, task.train, rows)
-                    self.record(scope, server_round, {ROWS: len(rows), **scores})
-            self._measure_sites(model)
+            OwnRows(self).measure_federated(model, priors)
             if self.save:
                 save_model(model, self.experiment, self.save)
         return metrics
 
-    def _measure_sites(self, model: nn.Module) -> None:
-        """Measure the last global model, and the sites' own ones, on own test rows."""
-        sites = OwnRows(self)
-        tuned = self.strategy.kind == "local_finetuning"
-        shifts = sites.shifts(model, self.priors)
-        for client, shift in shifts.items():
-            scopes = {GLOBAL: 0.0} if tuned else {GLOBAL: 0.0, OWN: shift}
-            sites.measure(model, client, scopes)
-        sites.measure_alone()
-        if tuned:
-            sites.train_on(model, self.experiment.rounds + 1, 1.0, choose=True)
-
     def with_fitted_task_head(
         self, server_round: int, arrays: ArrayRecord, model: Any
-    ) -> ArrayRecord:
-        """Return a model with the better of its task head and the fitted one."""
-        result = self.fit(self.grid, arrays, model, server_round)
-        self.priors[:] = result.priors
-        self.record("round", self.experiment.rounds, result.metrics())
-        return result.arrays
-
-    def fit(
-        self, grid: Any, arrays: ArrayRecord, model: Any, server_round: int = 0
     ) -> FittedTaskHead:
-        """Return a model with a task head that clients of a grid have fitted."""
-        settings = model.config
-        if self.experiment.lora:
-            settings = model.peft_config["default"]
+        """Return a model with the better of its task head and the fitted one."""
         config = ConfigRecord({**self.job, "server-round": server_round})
-        return fit_task_head(grid, arrays, settings, config=config)
+        settings = self.settings_of(model)
+        result = fit_task_head(self.grid, arrays, settings, config=config)
+        self.record("round", self.experiment.rounds, result.metrics())
+        return result
+
+    def settings_of(self, model: Any) -> Any:
+        """Return what tells where a model's task head is."""
+        if self.experiment.lora:
+            return model.peft_config["default"]
+        return model.config
 
 
 class CellStrategy(ReplyStrategy):
@@ -219,12 +199,15 @@ class CellStrategy(ReplyStrategy):
                 f"{self.cell.title}. Flower's log says which clients failed, and why "
                 "replies were dropped."
             )
-        self.cell.priors[:] = getattr(self, "priors", ())
+        # A plug-in's strategy need not be one that fits heads, which have priors.
+        priors = getattr(self, "priors", ())
         last = server_round == self.cell.experiment.rounds
         if last and self.cell.strategy.fit_at_end:
-            arrays = self.cell.with_fitted_task_head(server_round, arrays, self.network)
+            result = self.cell.with_fitted_task_head(server_round, arrays, self.network)
+            arrays, priors = result.arrays, result.priors
         load_tensors(self.network, arrays.to_torch_state_dict(), self.loads)
-        return MetricRecord({**self.cell.finish_round(server_round, self.network)})
+        metrics = self.cell.finish_round(server_round, self.network, priors)
+        return MetricRecord({**metrics})
 
     def _after_training(self, contents: list[Any], key: str) -> MetricRecord:
         """Add the clients' losses, in the order of the clients."""
@@ -235,9 +218,8 @@ class CellStrategy(ReplyStrategy):
         }
         # Replies arrive in any order.
         for client, loss in sorted(losses.items()):
-            site = self.cell.task.site(self.cell.seed, client)
-            metrics = {"train-loss": loss}
-            self.cell.record(f"client:{site}", self.current_round, metrics)
+            scope = f"{OF_CLIENT}{self.cell.task.site(self.cell.seed, client)}"
+            self.cell.record(scope, self.current_round, {"train-loss": loss})
         return MetricRecord()
 
 
@@ -333,10 +315,10 @@ def run_cell(
     return run
 
 
-def run_federated(cell: CellRun, build: Callable[..., Any] | None = None) -> None:
+def run_federated(cell: CellRun, build: Callable[..., Any] = strategy_of) -> None:
     """Run a cell in Flower's strategy loop; ``build`` returns its strategy."""
     model = cell.model()
-    strategy = (build or strategy_of)(cell, model)
+    strategy = build(cell, model)
     strategy.report.unlink(missing_ok=True)
     result = strategy.start(
         cell.grid,
@@ -357,18 +339,16 @@ def run_federated(cell: CellRun, build: Callable[..., Any] | None = None) -> Non
 def _run_head_only(cell: CellRun) -> None:
     """Fit the head of the first model, which is the model after all rounds."""
     model = cell.model()
-    arrays = cell.with_fitted_task_head(0, ArrayRecord(tensors_of(model)), model)
-    load_tensors(model, arrays.to_torch_state_dict())
-    cell.finish_round(cell.experiment.rounds, model)
+    result = cell.with_fitted_task_head(0, ArrayRecord(tensors_of(model)), model)
+    load_tensors(model, result.arrays.to_torch_state_dict())
+    cell.finish_round(cell.experiment.rounds, model, result.priors)
 
 
 def _run_alone(cell: CellRun) -> None:
     """Train the first model at each site alone, for the epochs of all rounds."""
-    sites = OwnRows(cell)
-    sites.measure_alone()
     rounds = range(1, cell.experiment.rounds + 1)
     epochs = sum(map(cell.experiment.epochs, rounds))
-    sites.train_on(cell.model(), 1, epochs, choose=False)
+    OwnRows(cell).train_on(cell.model(), epochs)
 
 
 #: How a kind of strategy runs. Plug-ins add theirs, and what refuses wrong ones to

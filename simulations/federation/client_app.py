@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot._io import replacing
+from fedrot.simulations.federation.own_rows import own_test_rows
 from fedrot.simulations.models import (
     build_model,
     load_tensors,
@@ -46,7 +47,7 @@ from fedrot.strategies.wire.statistics_record import (
     wanted_statistics,
 )
 from fedrot.symmetry import symmetry_of
-from fedrot.task_head.names import task_head_of
+from fedrot.task_head.names import task_head_names, task_head_of
 from fedrot.tensors import Tensors
 
 #: Size in bytes above which a folder of shared trainings takes none of later rounds.
@@ -116,14 +117,15 @@ class ClientJob:
             load_tensors(model, tensors, loads)
         return model
 
-    def batches(self, rows: np.ndarray, size: int, limit: int = 0) -> Any:
+    def batches(self, rows: np.ndarray, size: int, limit: int = 0, **of: Any) -> Any:
         """Return batches of these rows, in random order.
 
-        They have at most ``limit`` rows in all; 0: no limit.
+        They have at most ``limit`` rows in all; 0: no limit. ``of`` may have the
+        ``split``.
         """
         most = limit or len(rows)
         return training.step_batches(
-            self.task, self.model(), rows, most, size, self.stream
+            self.task, self.model(), rows, most, size, self.stream, **of
         )
 
 
@@ -142,10 +144,13 @@ def _empty_model(experiment_json: str, rank: int | None, loads: str) -> nn.Modul
 
 def _labelled(message: Message, context: Context) -> LabelledRows:
     job = ClientJob.read(message, context)
+    own = own_test_rows(job.task, job.seed, job.client)
     return LabelledRows(
         job.model,
         partial(job.batches, job.rows(), HEAD_BATCH),
         partial(job.batches, job.rows(held_out=True), HEAD_BATCH),
+        test=partial(job.batches, own, HEAD_BATCH, split=job.task.test),
+        name=str(job.client),
     )
 
 
@@ -187,7 +192,7 @@ def train(message: Message, context: Context) -> Message:
         received = arrays.to_torch_state_dict()
         settings = model_config(task.experiment, task.data)
         task_head = task_head_of(settings, received)
-        names = received.keys() & {f"{task_head}.weight", f"{task_head}.bias"}
+        names = received.keys() & {*task_head_names(task_head)}
         state, statistics = fedrot.completed(
             state,
             received,

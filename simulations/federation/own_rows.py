@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from flwr.app import ArrayRecord
+import pandas as pd
+from flwr.app import ArrayRecord, ConfigRecord
 from numpy import ndarray
 from numpy.random import default_rng
-from torch import nn
 
 from fedrot.errors import FedrotError
-from fedrot.simulations.data.partition import (
-    parse_partition,
-    partition_keys,
-    rows_by_number,
-)
+from fedrot.simulations.data.partition import parse_partition, partition_keys
 from fedrot.simulations.data.read import clean
 from fedrot.simulations.models import load_tensors, tensors_of
-from fedrot.simulations.site_gains import ALONE, OWN, TEST_ROWS
+from fedrot.simulations.scenario import Settings
+from fedrot.simulations.site_gains import ALONE, GLOBAL, OF_SITE, OWN, TEST_ROWS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task
-from fedrot.task_head.outputs import OUTPUT_KINDS
-from fedrot.task_head.site_head import collect_counts, site_shift
+from fedrot.strategies import report_sites
 
 if TYPE_CHECKING:
     from fedrot.simulations.federation.cells import CellRun
@@ -55,116 +51,97 @@ def own_test_rows(task: Task, seed: int, client: int) -> ndarray:
         return np.flatnonzero([clean(cell) in values for cell in test.columns[column]])
     # The classes of scores depend on all scores.
     keys, _ = partition_keys(np.concatenate([train.labels, test.labels]))
-    members = rows_by_number(keys[len(train) :])
-    there = np.array([*map(len, members)])
-    counts = np.bincount(keys[rows], minlength=len(there))[: len(there)] * (there > 0)
-    shares = counts / max(counts.sum(), 1)
-    without_repetition = min(there[counts > 0] / shares[counts > 0], default=0)
-    wanted = np.rint(shares * min(MOST, max(FEWEST, without_repetition))).astype(int)
+    of_test = keys[len(train) :]
+    there = pd.Series(of_test).value_counts()
+    counts, there = pd.Series(keys[rows]).value_counts().align(there, join="inner")
+    shares = counts / counts.sum()
+    without_repetition = (there / shares).min()
+    size = np.clip(without_repetition, FEWEST, MOST)
     rng = default_rng([seed, client, MOST])
-    drawn = [
-        rng.choice(part, size, replace=size > len(part))
-        for part, size in zip(members, wanted, strict=True)
-    ]
-    return np.sort(np.concatenate(drawn))
+    drawn: list[int] = []
+    for key, wanted in (shares * size).round().astype(int).items():
+        shuffled = rng.permutation(np.flatnonzero(of_test == key))
+        # Beyond their number, rows repeat.
+        drawn += np.resize(shuffled, wanted).tolist()
+    return np.array(sorted(drawn), dtype=np.int64)
 
 
 class OwnRows:
     """The sites of a cell, to measure models on each site's own test rows.
 
-    A site has rows of three scopes: ``own:SITE`` of its own model, ``own-global:SITE``
-    of the global model, ``own-alone:SITE`` of alone (head). Each has the number of test
-    rows, the headline metric and the loss.
+    Rows of a site have the scope ``site:SITE``: the number of test rows, and the
+    accuracy (of tasks without one the loss) of its own model (``own-accuracy``), of the
+    global model (``global-accuracy``) and of alone (head) (``alone-accuracy``).
     """
 
     def __init__(self, cell: CellRun) -> None:
         self.cell = cell
         self.task = cell.task
         self.clients = cell.client_rows(held_out=False)
-        #: Whether models have a task head whose bias can have a site's priors.
-        self.fits = self.task.objective.classifies and not self.task.data.domains
 
-    def measure(self, model: nn.Module, client: int, shifts: Mapping[str, Any]) -> None:
-        """Add rows of a model at one site, if it has test rows.
-
-        Args:
-            shifts: by scope, what is added to the logits of a classifier: 0, or
-                ``[outputs]``. Other models are measured as they are.
-        """
-        task = self.task
-        objective: Any = task.objective
-        rows = own_test_rows(task, self.cell.seed, client)
-        if not len(rows):
-            return
-        if self.fits:
-            with torch.inference_mode():
-                logits = objective.logits(model.eval(), task.test, rows)
+    def measure_federated(self, model: Any, priors: Sequence[float]) -> None:
+        """Add rows of the last global model, and of what sites have from it."""
+        objective: Any = self.task.objective
+        tuned = self.cell.strategy.kind == "local_finetuning"
+        own = () if tuned else (OWN,)
+        if objective.classifies and not self.task.data.domains:
+            self._report(model, priors, ALONE, GLOBAL, *own)
         else:
-            scores = training.evaluate(model, task, task.test, rows)
-        site = task.site(self.cell.seed, client)
-        for scope, shift in shifts.items():
-            if self.fits:
-                scores = objective.scores(logits + np.asarray(shift), task.test, rows)
-            metrics = {name: scores[name] for name in (objective.metrics[0], "loss")}
-            metrics[TEST_ROWS] = len(np.unique(rows))
-            self.cell.record(f"{scope}{site}", self.cell.experiment.rounds, metrics)
+            for client in self.clients:
+                self._measure(model, client, GLOBAL, *own)
+        if tuned:
+            self.train_on(model, 1.0)
 
-    def shifts(self, model: Any, priors: Sequence[float] = ()) -> Mapping[int, Any]:
-        """Return what each site adds to a model's logits.
-
-        Without ``priors``, those of all clients' training rows are in its head.
-        """
-        if not self.fits:
-            return dict.fromkeys(self.clients, 0.0)
-        counts = {}
-        for client, rows in self.clients.items():
-            batches = training.step_batches(self.task, model, rows, len(rows), 64, 0)
-            # The residuals of a regression that diverged may be no numbers.
-            counts[client] = collect_counts(model, batches).nan_to_num()
-        name = model.config.problem_type
-        total = torch.stack([*counts.values()]).sum(0)
-        of_all = torch.tensor(priors) if priors else OUTPUT_KINDS[name].priors(total)
-        return {client: site_shift(of_all, counts[client], name) for client in counts}
-
-    def measure_alone(self) -> None:
-        """Add rows of heads of the first model, each fitted to one site's sums.
-
-        Where none can be fitted, as to rows of one class, the first model's head has
-        the site's priors. The first strategy measures them for all.
-        """
+    def _report(self, model: Any, priors: Sequence[float], *heads: str) -> None:
+        """Add rows of what the sites of a classifier report, as in a live run."""
         cell = self.cell
-        if not self.fits or cell.strategy != cell.experiment.strategies[0]:
-            return
-        model = cell.model()
-        first = ArrayRecord(tensors_of(model))
-        shifts = self.shifts(model)
-        for place, client in enumerate(self.clients):
-            try:
-                result = cell.fit(cell.grid.of([place]), first, model)
-            except FedrotError:  # The site holds no rows out, or the model has no head.
-                continue
-            load_tensors(model, result.arrays.to_torch_state_dict())
-            shift = shifts[client] if result.reason else 0.0
-            self.measure(model, client, {ALONE: shift})
+        with suppress(FedrotError):  # No site has test rows, or the model has no head.
+            sites = report_sites(
+                cell.grid,
+                ArrayRecord(tensors_of(model)),
+                cell.settings_of(model),
+                first=ArrayRecord(tensors_of(cell.model())),
+                priors=priors,
+                config=ConfigRecord(cell.job),
+            )
+            for row in sites.rows:
+                values = {head: row[head][sites.measure] for head in heads}
+                self._record(int(row["site"]), sites.measure, values)
 
-    def train_on(
-        self, model: nn.Module, server_round: int, epochs: float, choose: bool
-    ) -> None:
+    def _measure(self, model: Any, client: int, *heads: str) -> None:
+        """Add rows of a model as it is, at one site."""
+        task = self.task
+        rows = own_test_rows(task, self.cell.seed, client)
+        scores = training.evaluate(model, task, task.test, rows)
+        metric = "accuracy" if "accuracy" in scores else "loss"
+        if len(rows):
+            self._record(client, metric, dict.fromkeys(heads, scores[metric]))
+
+    def _record(self, client: int, metric: str, values: Settings) -> None:
+        """Add a site's rows of values by head."""
+        seed = self.cell.seed
+        metrics = {f"{head}-{metric}": value for head, value in values.items()}
+        metrics[TEST_ROWS] = len(np.unique(own_test_rows(self.task, seed, client)))
+        scope = f"{OF_SITE}{self.task.site(seed, client)}"
+        self.cell.record(scope, self.cell.experiment.rounds, metrics)
+
+    def train_on(self, model: Any, epochs: float) -> None:
         """Train a model on at each site alone, and add rows of the sites' models.
 
-        To ``choose``, each site keeps the model as it was, unless the loss on the rows
-        that it holds out falls.
+        If held-out rows choose, a site keeps the model as it was, unless the loss on
+        those that it holds out falls.
         """
-        task, seed = self.task, self.cell.seed
+        cell = self.cell
         before = tensors_of(model)
+        of_choice = cell.client_rows()
+        task = self.task
         for client, rows in self.clients.items():
             load_tensors(model, before)
-            _, held_out = task.client_rows(seed, client)
-            old = training.evaluate(model, task, task.train, held_out)
-            stream = (seed * 1_000 + server_round) * 1_000 + client
-            training.train(model, task, rows, stream, epochs, self.cell.job["lr"])
-            new = training.evaluate(model, task, task.train, held_out)
-            if choose and not new["loss"] < old["loss"]:
+            old = training.evaluate(model, task, task.train, of_choice[client])
+            stream = (cell.seed * 1_000 + cell.experiment.rounds + 1) * 1_000 + client
+            training.train(model, task, rows, stream, epochs, cell.job["lr"])
+            new = training.evaluate(model, task, task.train, of_choice[client])
+            if cell.strategy.chooses and not new["loss"] < old["loss"]:
                 load_tensors(model, before)
-            self.measure(model, client, {OWN: 0.0})
+            self._measure(model, client, OWN)
         load_tensors(model, before)

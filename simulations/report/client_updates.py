@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 from fedrot.simulations.run_folder import read_rows
@@ -24,20 +25,22 @@ def rounds_of(client: str, file: Path) -> str:
             f"'{file}' names no averaged update. Run with Reporting(rows=..., "
             "hashes=True)."
         )
-    rounds = dict[str, set[int]]()
+    rounds = defaultdict[str, set[int]](set)
     for row in updates:
-        for name in (row.get("client"), row.get("node")):
-            rounds.setdefault(str(name), set()).add(row["round"])
-    if client in rounds:
-        first, *_ = numbers = sorted(rounds[client])
-        last = f"round-{first - 1:06}" if first > 1 else "none: take the first model"
+        for name in ("client", "node"):
+            rounds[str(row.get(name))].add(row["round"])
+    numbers = sorted(rounds.pop(client, ()))
+    if numbers:
+        before = numbers[0] - 1
+        last = f"round-{before:06}" if before else "none: take the first model"
         sentence = (
             f"its updates are in rounds {', '.join(map(str, numbers))}, and so in "
             f"every later model. The last checkpoint without them: {last}."
         )
     else:
-        others = ", ".join(sorted(rounds))
-        sentence = f"no model has its updates, but those of {others}."
+        sentence = (
+            f"no model has its updates, but those of {', '.join(sorted(rounds))}."
+        )
     if "fedrot-head-fitted" in str(rows):
         sentence += (
             " The task head was also fitted to sums, whose clients no row names. Only "

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import isnan
 
+from fedrot.simulations.data.read import listed
 from fedrot.simulations.paired import LOWER_IS_BETTER, ROUNDING
 from fedrot.simulations.report.tables import (
-    NONE,
     format_difference,
     format_interval,
     number,
@@ -17,8 +17,12 @@ from fedrot.simulations.report.tables import (
 from fedrot.simulations.site_gains import FEW_ROWS
 from fedrot.simulations.summary import Standing, Verdict, span
 
-#: Most sites whose gains are named.
-MOST_NAMED = 8
+#: What sites shall do for their own rows, by how the federation is against alone.
+JOINING = {
+    "better": "join",
+    "worse": "stay alone",
+    "same": "joining changes nothing",
+}
 #: What the strategies of each judgement are called; the reference is named in it.
 JUDGED = {
     "better": "Also better than {}",
@@ -33,7 +37,7 @@ JUDGED = {
 def lead(verdict: Verdict) -> str:
     """Return what to use, what it gains most, and what other strategies are best in.
 
-    The first sentence has the sites' gain, if it is known.
+    The first sentence is about the sites, if what they gain is known.
     """
     ours = verdict.recommended
     rest = ""
@@ -45,8 +49,8 @@ def lead(verdict: Verdict) -> str:
     elif len(verdict.standings) == 1:
         advice = f"Only {ours.name} has results: there is nothing to compare it with"
     elif ours is not verdict.reference:
-        scores, _ = _gains(verdict)
-        advice = f"Use {ours.name}: {scores}"
+        clear, _ = _gains(verdict)
+        advice = f"Use {ours.name}: {clear}"
         if ours is not verdict.best:
             top = verdict.best
             rest = (
@@ -62,32 +66,41 @@ def lead(verdict: Verdict) -> str:
         advice = (
             f"Keep {ours.name}: nothing is better beyond noise with {verdict.seeds}"
         )
-    best = []
-    if verdict.learned and len(verdict.standings) > 1:
-        best = [_best(verdict, metric) for metric in verdict.judged if metric != "loss"]
-    return f"{advice}{_for_sites(verdict)}.{rest}{''.join(best)}"
+    scores = [metric for metric in verdict.judged if metric != "loss"]
+    best = [_best(verdict, metric) for metric in scores if verdict.learned]
+    first = "".join(f"{sentence}. " for sentence in _for_sites(verdict)[:1])
+    return f"{first}{advice}.{rest}{''.join(best)}"
 
 
-def _for_sites(verdict: Verdict) -> str:
-    """Return what a strategy is worth on all labels, and what it gives the sites."""
+def _for_sites(verdict: Verdict) -> list[str]:
+    """Return whether sites shall join, which ones gain, and what is best for them.
+
+    It is empty if that is unknown.
+    """
     ours, sites = verdict.for_sites, verdict.sites
     if ours is None or sites is None:
-        return ""
-    gain = sites.gains[ours.name]
-    texts = {
-        "better": f"sites are better with {ours.name} than alone: {gain.better}",
-        "worse": f"sites are better alone than with {ours.name}: {gain.worse}",
-    }
-    undecided = f"{ours.name} and alone differ by noise; better with it: {gain.better}"
+        return []
+    metric = spoken(sites.metric)
+    against = sites.against[ours.name]
+    advice = JOINING.get(against.verdict, "joining and staying alone differ by noise")
+    gains = sites.gains[ours.name].sort_values(ascending=False)
+    named = [
+        f"{site} {number(sites.sign * gain, '+')} ({of_rows(sites.rows[site])})"
+        for site, gain in gains.items()
+    ]
     headline = verdict.judged[0]
-    text = texts.get(gain.against.verdict, undecided)
-    return (
-        f"; on all labels {ours.name} has {spoken(headline)} "
-        f"{number(ours.mean(headline))}; on their own rows {text} of "
-        f"{len(gain.differences)}, by {spoken(sites.metric)} "
-        f"{format_interval(gain.against, '+')} (mean over sites, 95 % interval over "
-        f"{sites.over}, against {sites.alone})"
-    )
+    best = str(sites.gains.mean().idxmax())
+    mean = number(sites.values[best].mean())
+    return [
+        f"For own rows, {advice}: {sites.better(ours.name)} sites are better with "
+        f"{ours.name} than alone, in {metric}: "
+        f"{format_interval(against, '+')} (mean over sites against {sites.alone}, 95 % "
+        f"interval over {sites.over}); on all labels {ours.name} has "
+        f"{spoken(headline)} {number(ours.mean(headline))}",
+        f"Who gains by {ours.name}, in {metric} beside alone (test rows; few are below "
+        f"{FEW_ROWS}): {listed(named)}",
+        f"Best on own rows: {best}, {metric} {mean}",
+    ]
 
 
 def _best(verdict: Verdict, metric: str) -> str:
@@ -114,7 +127,7 @@ def _best(verdict: Verdict, metric: str) -> str:
 def sentences(verdict: Verdict) -> list[str]:
     """Return the sentences below ``lead``.
 
-    They tell gains, noise, the worst client, messages, other strategies, and notes.
+    They tell gains, noise, messages, other strategies, and notes.
     """
     ours = verdict.recommended
     if ours is verdict.reference:
@@ -123,31 +136,8 @@ def sentences(verdict: Verdict) -> list[str]:
         _, gains = _gains(verdict)
         lines = [f"Also {gain}" for gain in gains]
     lines += [*_noise(verdict), *_costs(verdict), *_others(verdict), *verdict.notes]
-    lines = [*_who_gains(verdict), *lines]
+    lines = [*_for_sites(verdict)[1:], *lines]
     return [f"{line}." for line in [*_unfitted(verdict), *lines]]
-
-
-def _who_gains(verdict: Verdict) -> Iterator[str]:
-    """Yield which sites gain by a strategy, and what is best for them."""
-    ours, sites = verdict.for_sites, verdict.sites
-    if ours is None or sites is None:
-        return
-    gains = sites.sign * sites.gains[ours.name].differences
-    texts = [
-        f"{site} {number(sites.sign * gain, '+')} ({of_rows(sites.rows[site])})"
-        for site, gain in gains.sort_values(ascending=False).items()
-    ]
-    half = MOST_NAMED // 2
-    if len(texts) > MOST_NAMED:
-        texts[half:-half] = ["..."]
-    yield (
-        f"Sites by what {ours.name} gains beside alone (test rows; few are below "
-        f"{FEW_ROWS}): {', '.join(texts)}"
-    )
-    best = max(sites.gains, key=sites.mean)
-    if best != ours.name:
-        mean = number(abs(sites.mean(best)))
-        yield f"Best on own rows: {best}, {spoken(sites.metric)} {mean}"
 
 
 def _unfitted(verdict: Verdict) -> Iterator[str]:
@@ -181,27 +171,14 @@ def _noise(verdict: Verdict) -> Iterator[str]:
 
 
 def _costs(verdict: Verdict) -> Iterator[str]:
-    """Yield the worst client's metric and the messages, beside the reference's."""
+    """Yield the size and number of messages, beside the reference's."""
     ours = verdict.recommended
     reference = verdict.reference
-    metric = spoken(verdict.judged[0])
-    worst = _worst(ours)
     messages = _messages(ours)
     if ours is not reference:
-        worst += f", {reference.name} {_worst(reference)}"
         messages += f"; {reference.name} {_messages(reference)}"
-    if not isnan(ours.worst):
-        yield (
-            f"Worst client, on its own held-out rows: {metric} {worst}; "
-            f"{verdict.measured} clients have such rows"
-        )
     if not isnan(ours.megabytes):
         yield f"All messages of the run: {messages}"
-
-
-def _worst(standing: Standing) -> str:
-    """Return the worst client's metric and its rows: ``0.500 (rows: 3 to 4)``."""
-    return f"{number(standing.worst)} (rows: {span(standing.worst_rows or NONE)})"
 
 
 def _messages(standing: Standing) -> str:
@@ -239,10 +216,10 @@ def _gains(verdict: Verdict) -> tuple[str, list[str]]:
     standing = verdict.recommended
     gains = []
     for metric in dict.fromkeys([*standing.clear, *verdict.judged]):
-        pair = standing.against[metric]
-        ours = f"{spoken(metric)} {number(pair.ours)}"
-        other = f"{verdict.reference.name} {number(pair.other)}"
-        gains.append(f"{ours}, {other} ({format_difference(pair)})")
+        ours = f"{spoken(metric)} {number(standing.mean(metric))}"
+        other = f"{verdict.reference.name} {number(verdict.reference.mean(metric))}"
+        difference = format_difference(standing.against[metric])
+        gains.append(f"{ours}, {other} ({difference})")
     scores = [metric for metric in standing.clear if metric != "loss"]
     count = max(1, len(scores))
     return "; ".join(gains[:count]), gains[count:]

@@ -41,10 +41,8 @@ def verified(file: Path, folder: Path) -> str:
     wrong += [f"'{path}' is no checkpoint." for path in sorted(others)]
     for round_ in rounds:
         # A round in which nobody was asked has no row, and leaves the model as it was.
-        expected = first["sha256_before"]
-        for row in rows:
-            if row["round"] <= round_:
-                expected = row["sha256_after"]
+        after = [row["sha256_after"] for row in rows if row["round"] <= round_]
+        expected = [first["sha256_before"], *after][-1]
         where = f"Round {round_}: the checkpoint '{checkpoints.path(round_)}'"
         try:
             arrays = checkpoints.read(round_).result.arrays

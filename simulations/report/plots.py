@@ -38,8 +38,6 @@ LINES = ("-", "--", "-.", ":")
 LOGARITHMIC = frozenset({"perplexity", "pseudo_perplexity"})
 #: Largest number of characters of a name in a picture.
 LONGEST = 32
-#: Most sites whose names stand in a picture.
-MOST_SITES = 16
 #: Rounds and values of metrics by name.
 Series: TypeAlias = Mapping[str, Sequence[tuple[int, float]]]
 #: Width in inches of a picture that can be read on a phone.
@@ -100,9 +98,9 @@ def curves_plot(rows: Iterable[Row], metric: str, strategies: Sequence[str]) -> 
     ax = panels[metric]
     drawn: list[float] = []
     for index, name in enumerate(strategies):
-        by_round = frame[frame["strategy"] == name].groupby("round")["value"].agg(list)
-        rounds = [*by_round.index]
-        pairs = by_round.map(paired_difference)
+        by_round = frame[frame["strategy"] == name].groupby("round")["value"]
+        pairs = by_round.agg(list).map(paired_difference)
+        rounds = [*pairs.index]
         means = np.array([pair.mean for pair in pairs])
         halves = np.array([pair.smallest for pair in pairs])
         drawn += [*means[np.isfinite(means)]]
@@ -150,31 +148,22 @@ def sites_plot(
 ) -> Figure:
     """Draw a line for each site, from alone to federated.
 
-    Lines that fall are dashed. More than ``MOST_SITES`` sites have no names.
-
     Args:
         pairs: the values of each site, by name.
         ends: what the values are of.
     """
-    figure, panels = new_figure([metric], height=3.4)
+    places = range(len(pairs))
+    figure, panels = new_figure([metric], height=0.27 * len(places) + 1.1)
     ax = panels[metric]
-    for values in pairs.values():
-        falls = int(values[1] < values[0])
-        look: Any = {"color": PALETTE[falls], "ls": LINES[falls]}
-        ax.plot(ends, values, marker=MARKERS[falls], ms=4, lw=1.4, **look)
-    ordered = sorted(pairs, key=lambda site: pairs[site][1])
-    named = ordered if len(ordered) <= MOST_SITES else []
-    # Names stand in the order of their values, with the same space between them.
-    for place, site in enumerate(named):
-        ax.annotate(
-            as_label(site),
-            (1, pairs[site][1]),
-            (1.12, (place + 0.5) / len(named)),
-            textcoords=("data", "axes fraction"),
-            arrowprops={"arrowstyle": "-", "color": "0.7"},
-        )
-    ax.set_xlim(-0.15, 2 if named else 1.15)
-    ax.set_ylabel(as_label(spoken(metric)))
+    values = [*zip(*pairs.values(), strict=True)]
+    ax.hlines(places, *values, color="0.7")
+    for end, name in enumerate(ends):
+        label = as_label(name)
+        ax.plot(values[end], places, MARKERS[end], color=PALETTE[end], label=label)
+    ax.set_yticks(places, map(as_label, pairs))
+    ax.invert_yaxis()
+    ax.set_xlabel(as_label(spoken(metric)))
+    figure.legend(loc="outside lower left", ncols=2, frameon=False)
     return figure
 
 

@@ -29,17 +29,3 @@ class SiteRow(BaseModel):
     of_all: dict[str, Number] = Field(alias="global")
     of_site: dict[str, Number] = Field(alias="own")
     gain: tuple[Number, Number, Number]
-
-    @property
-    def name(self) -> str:
-        """The site's name, or its number."""
-        return self.site or f"client {self.client}"
-
-    @property
-    def metric(self) -> str:
-        """The metric of the gain: the accuracy; of a regression the loss."""
-        return "accuracy" if "accuracy" in self.of_site else "loss"
-
-    def of(self, metrics: dict[str, float]) -> float:
-        """Return the value of the metric; NaN if unknown."""
-        return metrics.get(self.metric, nan)

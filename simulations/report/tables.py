@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan
+from math import isnan, nan
 from operator import itemgetter
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -75,8 +76,7 @@ class Table:
 def results_table(verdict: Verdict, metrics: Sequence[str]) -> Table:
     """Return a line per strategy.
 
-    It has metrics, the difference from the reference, the worst client, how many rows
-    this one holds out, and bytes.
+    It has metrics, the difference from the reference, and bytes.
     """
     headline = verdict.judged[0]
     lines = []
@@ -85,13 +85,11 @@ def results_table(verdict: Verdict, metrics: Sequence[str]) -> Table:
         difference = NONE
         if standing is not verdict.reference:
             difference = format_difference(standing.against[headline])
-        of_worst = number(standing.worst), span(standing.worst_rows or NONE)
         lines.append(
             (
                 standing.name,
                 *map(number, means),
                 difference,
-                *of_worst,
                 number(standing.megabytes),
             )
         )
@@ -99,8 +97,6 @@ def results_table(verdict: Verdict, metrics: Sequence[str]) -> Table:
         "strategy",
         *map(spoken, metrics),
         f"{spoken(headline)} against {verdict.reference.name}",
-        f"worst client ({verdict.measured})",
-        "its rows",
         "MB",
     )
     return _table(header, lines, ("strategy",), verdict.scored)
@@ -109,19 +105,20 @@ def results_table(verdict: Verdict, metrics: Sequence[str]) -> Table:
 def sites_table(sites: SiteGains) -> Table:
     """Return a line for alone and for each strategy, on the sites' own test rows."""
     lines = []
-    for name, gain in sites.gains.items():
+    for name, against in sites.against.items():
         gained = (NONE, NONE)
-        if name != sites.alone:
-            count = f"{gain.better} of {len(gain.differences)}"
-            gained = (count, format_difference(gain.against))
+        if sites.alone not in ("", name):
+            gained = (sites.better(name), format_difference(against))
+        values = sites.values[name]
+        worst = sites.worst(name)
         lines.append(
             (
                 name,
-                number(gain.values.mean()),
-                number(gain.everywhere),
-                gain.worst,
-                number(gain.values[gain.worst]),
-                of_rows(sites.rows[gain.worst]),
+                number(values.mean()),
+                number(sites.of_all.get(name, nan)),
+                worst,
+                number(values[worst]),
+                of_rows(sites.rows[worst]),
                 *gained,
             )
         )
@@ -149,16 +146,17 @@ def lost_table(rows: Iterable[Row]) -> Table | None:
 
     The strategy is left out if the rows have none.
     """
-    rounds_of: dict[tuple[str, ...], list[int]] = {}
+    rounds_of = defaultdict[tuple[str, ...], list[int]](list)
     for row in rows:
         for what in {"dropped", "failed"} & row.keys():
             loss = (row.get("strategy", NONE), row["client"], what, row[what])
-            rounds_of.setdefault(tuple(map(str, loss)), []).append(row["round"])
+            rounds_of[tuple(map(str, loss))].append(row["round"])
     if not rounds_of:
         return None
-    lines = []
-    for (*names, reason), rounds in rounds_of.items():
-        lines.append((*names, str(len(rounds)), span(rounds), reason))
+    lines = [
+        (*names, str(len(rounds)), span(rounds), reason)
+        for (*names, reason), rounds in rounds_of.items()
+    ]
     lines.sort(key=lambda line: -int(line[3]))
     return _table(
         ("strategy", "client", "what", "times", "rounds", "reason"),

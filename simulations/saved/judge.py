@@ -187,13 +187,10 @@ def _fitted(
     old = Candidate("merged", weight, bias)
     fitted = with_fitted_task_heads(old, sums, SHRINKAGES, f"{name}.bias" in tensors)
     candidates = [old, *fitted]
-    weights = [candidate.weight for candidate in candidates]
-    biases = [candidate.bias for candidate in candidates]
-    partners = torch.full((len(candidates),), -1)
     heads = TaskHeads(
-        torch.stack(weights),
-        torch.stack(biases),
-        partners,
+        torch.stack([candidate.weight for candidate in candidates]),
+        torch.stack([candidate.bias for candidate in candidates]),
+        torch.full((len(candidates),), -1),
         sums.kind.units(sums.counts),
     )
     losses = compare_losses(

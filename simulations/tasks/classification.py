@@ -64,11 +64,9 @@ class Classification(Objective):
         encoded: Any,
         rows: ndarray,
     ) -> Scores:
-        return self.scores(self.logits(model, encoded, rows), encoded, rows)
-
-    def logits(self, model: Module, encoded: Any, rows: ndarray) -> ndarray:
-        """Return a model's logits of rows, ``[rows, outputs]``; see ``evaluate``."""
         import numpy as np
+
+        from fedrot.simulations.tasks.scores import evaluate_predictions
 
         order = []
         outputs = []
@@ -76,14 +74,7 @@ class Classification(Objective):
             batch = model_inputs(model, encoded.batch(rows[places]))
             outputs.append(model(**batch).logits.float().numpy())
             order.append(places)
-        return np.concatenate(outputs)[np.argsort(np.concatenate(order))]
-
-    def scores(self, logits: ndarray, encoded: Any, rows: ndarray) -> Scores:
-        """Return the metrics and ``loss`` of the logits of rows."""
-        import numpy as np
-
-        from fedrot.simulations.tasks.scores import evaluate_predictions
-
+        logits = np.concatenate(outputs)[np.argsort(np.concatenate(order))]
         labels = encoded.labels[rows]
         if self.data.domains:
             return self._by_domain(np.array(encoded.domains)[rows], logits, labels)

@@ -211,8 +211,9 @@ class CausalLanguageModelling(LanguageModelling):
 
         ids = batch["input_ids"]
         with torch.no_grad():
-            whole = model(input_ids=ids[:, :4]).logits[0, 0]
-            alone = model(input_ids=ids[:, :1]).logits[0, 0]
+            whole, alone = (
+                model(input_ids=ids[:, :tokens]).logits[0, 0] for tokens in (4, 1)
+            )
         difference = (whole - alone).abs().max()
         if difference > 1e-5 * alone.abs().max():
             raise FedrotError(

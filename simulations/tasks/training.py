@@ -151,12 +151,17 @@ def step_batches(
     limit: int,
     size: int,
     seed: int,
+    split: Encoded | None = None,
 ) -> Iterator[Batch]:
-    """Yield at most ``limit`` random training rows, in batches of at most ``size``."""
+    """Yield at most ``limit`` random rows, in batches of at most ``size``.
+
+    They are of the training split, or of ``split``.
+    """
+    encoded = split or task.train
     rng = default_rng(seed)
-    chosen = rng.permutation(task.objective.usable(task.train, rows))[:limit]
-    for places in batches(task.train, chosen, size, rng):
-        batch = task.objective.batch(task.train, places, rng)
+    chosen = rng.permutation(task.objective.usable(encoded, rows))[:limit]
+    for places in batches(encoded, chosen, size, rng):
+        batch = task.objective.batch(encoded, places, rng)
         yield model_inputs(model, batch)
 
 

@@ -266,11 +266,12 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
             if cell.strategy.name == "aligned":
                 hear(job, Ended("The process of the job ended: killed", died=True))
                 return
-            value = None if cell.strategy.name == "fedavg" else 1.0
+            value = np.nan if cell.strategy.name == "fedavg" else 1.0
             told = row(
                 cell.strategy.name, 0, value, experiment="a", round=3, metric="loss"
             )
             failed = {**told, "scope": "round", "metric": "fedrot-head-failed"}
+            failed["value"] = cell.strategy.name == "head_only"
             hear(job, runs.CellResult(cell.name, [told, failed], [], ""))
         hear(job, Ended())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 import pytest
 import torch
@@ -19,22 +21,12 @@ from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 from tests.simulations.data.files import write
 from tests.simulations.tasks.cases import SMALL, experiment_of
 
-SITES = ["north", "south", "east"]
-
 
 def of(**fields):
-    small_run = {**SMALL, "train_limit": 240, "test_limit": 90, "holdout": 0.25}
+    given = {"train_limit": 240, "test_limit": 90, "holdout": 0.25, "seeds": [3]}
+    given |= {"rounds": 1, "strategies": "fedavg", "lr": 0.01, "clients": 3}
     return Experiment.from_flat(
-        {
-            **small_run,
-            "seeds": [3],
-            "rounds": 1,
-            "strategies": "fedavg",
-            "lr": 0.01,
-            "clients": 3,
-            "partition": "dirichlet:0.3",
-            **fields,
-        }
+        {**SMALL, "partition": "dirichlet:0.3", **given, **fields}
     )
 
 
@@ -43,25 +35,19 @@ def task_for(experiment):
 
 
 def played(experiment, folder, save=None):
-    """Run the only cell; return the values of own rows by scope, site and metric."""
+    """Run the only cell; return its rows of sites, by metric a value a site."""
     count = experiment.clients
     with outside_of_the_engine():
         grid = OrderedGrid(local_clients(app, count), count)
         (cell,) = cells_of([experiment])
         run = run_cell(cell, grid, folder, save)
-    assert {row["round"] for row in run.rows if row["scope"][:3] == "own"} == {
-        experiment.rounds
-    }
-    return {
-        (*row["scope"].split(":", 1), row["metric"]): row["value"]
-        for row in run.rows
-        if row["scope"].startswith("own")
-    }, run
-
-
-def logits_of(model, task, rows):
-    with torch.no_grad():
-        return model.eval()(**task.test.batch(rows)).logits.double().numpy()
+    found = defaultdict(list)
+    for row in run.rows:
+        if row["scope"].startswith("site:"):
+            assert row["round"] == experiment.rounds
+            site = int(row["scope"].removeprefix("site:"))
+            found[row["metric"]][site:] = [row["value"]]
+    return found, run
 
 
 # What a site's own test rows are
@@ -69,45 +55,39 @@ def logits_of(model, task, rows):
 
 def test_drawn_rows_have_the_proportions_of_the_site():
     task = task_for(of(test_limit=None))
-    test = task.data.test.labels
+    there = np.bincount(task.data.test.labels, minlength=7)
     for seed in range(6):
         for client, rows in enumerate(task.clients(seed)):
             drawn = own_test_rows(task, seed, client)
-            there = np.bincount(test, minlength=7)
-            share = np.bincount(task.data.train.labels[rows], minlength=7) / len(rows)
-            size = len(drawn)
-            assert (
-                np.abs(np.bincount(test[drawn], minlength=7) - share * size).max() < 4
-            )
-            assert len(np.unique(drawn)) == size <= MOST + 4
+            of_site = np.bincount(task.data.train.labels[rows], minlength=7) / len(rows)
+            counts = np.bincount(task.data.test.labels[drawn], minlength=7)
+            assert np.abs(counts - of_site * len(drawn)).max() < 4
+            assert len(np.unique(drawn)) == len(drawn) <= MOST + 4
             # Some class has no rows left, so that no more can be drawn.
-            left = there - np.bincount(test[drawn], minlength=7)
-            assert size > MOST - 4 or left.min() < 4
+            assert len(drawn) > MOST - 4 or (there - counts).min() < 4
             assert (drawn == own_test_rows(task, seed, client)).all()
 
 
 def test_rows_of_scarce_classes_repeat_below_the_fewest():
     task = task_for(of(test_limit=9, partition="pathological:1", clients=7))
-    for client in range(7):
+    sizes = set()
+    for client, rows in enumerate(task.clients(0)):
         drawn = own_test_rows(task, 0, client)
-        labels = task.data.test.labels[drawn]
-        wanted = task.data.train.labels[task.clients(0)[client][0]]
-        assert {*labels.tolist()} <= {wanted}
-        assert len(drawn) in (0, FEWEST)
+        assert {*task.data.test.labels[drawn]} <= {task.data.train.labels[rows[0]]}
+        sizes.add(len(drawn))
+    assert sizes == {0, FEWEST}
 
 
 def test_rows_of_a_column_and_of_equal_divisions(tmp_path):
-    rows = 120
-    where = np.random.default_rng(0).choice(SITES, rows, p=[0.6, 0.3, 0.1])
     file = write(
         tmp_path / "a.csv",
-        text=[f"a story {row}" for row in range(rows)],
-        label=["joy" if row % 3 else "fear" for row in range(rows)],
-        site=[f" {name}" for name in where],
+        text=[f"a story {row}" for row in range(120)],
+        label=["joy", "fear", "joy"] * 40,
+        site=[" north", "south", "north ", "east"] * 30,
     )
     task = task_for(of(data=str(file), partition="column:site", clients=0))
     values = [name.strip() for name in task.data.test.columns["site"]]
-    for client, name in enumerate(sorted(SITES)):
+    for client, name in enumerate(("east", "north", "south")):
         expected = [row for row, value in enumerate(values) if value == name]
         assert own_test_rows(task, 0, client).tolist() == expected
     task = task_for(of(data=str(file), partition="iid"))
@@ -117,75 +97,63 @@ def test_rows_of_a_column_and_of_equal_divisions(tmp_path):
 # What is measured there
 
 
-def shifted(logits, priors, counts):
-    """Bayes' rule with one row of everybody's shares."""
-    shares = (counts + priors) / (counts.sum() + 1)
-    return logits + np.log(shares) - np.log(priors)
-
-
 def test_own_rows_are_scored_with_the_priors_of_training_rows(tmp_path):
     experiment = of()
     values, _ = played(experiment, tmp_path, tmp_path / "saved")
     task = task_for(experiment)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     labels = task.data.train.labels
-    counts = [
-        np.bincount(labels[task.client_rows(3, client)[0]], minlength=7)
-        for client in range(3)
-    ]
-    total = sum(counts)
-    priors = np.where(total > 0, total, 0.5) / total.sum()
+    parts = [labels[task.client_rows(3, client)[0]] for client in range(3)]
+    counts = [np.bincount(part, minlength=7) for part in parts]
+    priors = np.where(sum(counts) > 0, sum(counts), 0.5) / sum(counts).sum()
     differs = False
     for client in range(3):
         rows = own_test_rows(task, 3, client)
-        logits = logits_of(model, task, rows)
+        with torch.no_grad():
+            answer = model.eval()(**task.test.batch(rows))
+        logits = answer.logits.double().numpy()
+        # Bayes' rule with one row of everybody's shares.
+        shares = (counts[client] + priors) / (counts[client].sum() + 1)
+        own = logits + np.log(shares) - np.log(priors)
+        differs |= (own.argmax(1) != logits.argmax(1)).any()
         truth = task.data.test.labels[rows]
-        own = shifted(logits, priors, counts[client])
-        for scope, scores in (("own-global", logits), ("own", own)):
+        for whose, scores in (("global", logits), ("own", own)):
             accuracy = (scores.argmax(1) == truth).mean()
-            exact = scores - np.log(np.exp(scores).sum(1, keepdims=True))
-            loss = -exact[np.arange(len(rows)), truth].mean()
-            site = (scope, str(client))
-            assert values[*site, "accuracy"] == pytest.approx(accuracy)
-            assert values[*site, "loss"] == pytest.approx(loss, rel=1e-4)
-            assert values[*site, "test-rows"] == len(np.unique(rows))
-        differs |= bool((own.argmax(1) != logits.argmax(1)).any())
+            assert values[f"{whose}-accuracy"][client] == pytest.approx(accuracy)
+        assert values["test-rows"][client] == len(np.unique(rows))
     assert differs
-    assert {key[0] for key in values} == {"own", "own-global", "own-alone"}
 
 
 def test_alone_is_a_head_of_the_first_model_whatever_the_strategy(tmp_path):
-    values, other = (
-        played(of(strategies=name), tmp_path)[0] for name in ("fedavg", "head_only")
-    )
-    alone = {key: value for key, value in values.items() if key[0] == "own-alone"}
-    assert alone == {key: other[key] for key in alone}
-    assert len(alone) == 9
+    names = ("fedavg", "head_only")
+    found = [played(of(strategies=name), tmp_path)[0] for name in names]
+    alone, other = (values["alone-accuracy"] for values in found)
+    assert alone == other
+    assert len(alone) == 3
 
 
 def test_a_site_of_one_class_alone_answers_with_it(tmp_path):
     values, _ = played(of(partition="pathological:1", clients=7), tmp_path)
-    accuracies = [
-        value
-        for (scope, _, metric), value in values.items()
-        if (scope, metric) == ("own-alone", "accuracy")
-    ]
-    assert accuracies == [1.0] * 7
+    assert values["alone-accuracy"] == [1.0] * 7
 
 
-@pytest.mark.parametrize("case", ["multi", "regression", "clm gpt2", "domains"])
-def test_other_kinds_of_labels(case, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "metric", "alone"),
+    [
+        ("multi", "accuracy", 1),
+        ("regression", "loss", 1),
+        ("clm gpt2", "loss", 0),
+        ("domains", "loss", 0),
+    ],
+)
+def test_other_kinds_of_labels(case, metric, alone, tmp_path):
     fields = {"strategies": ["fedavg"], "seeds": [0], "rounds": 1, "holdout": 0.25}
     values, _ = played(experiment_of(case, **fields), tmp_path)
-    scopes = {key[0] for key in values}
-    pairs = [
-        (values["own", site, "loss"], values["own-global", site, "loss"])
-        for site in ("0", "1")
-    ]
+    heads = ["alone", "global", "own"][1 - alone :]
+    assert {*values} == {"test-rows", *(f"{head}-{metric}" for head in heads)}
     # Each label has a shift of its own, and a regression the mean residual.
-    shifted = case in ("multi", "regression")
-    assert all((own != everywhere) == shifted for own, everywhere in pairs)
-    assert scopes == {"own", "own-global", *["own-alone"] * shifted}
+    unlike = np.not_equal(values[f"own-{metric}"], values[f"global-{metric}"])
+    assert unlike.any() == alone
 
 
 # The two strategies
@@ -205,18 +173,15 @@ def test_alone_trains_the_first_model_for_the_epochs_of_all_rounds(
     monkeypatch.setattr(training, "train", train)
     strategy = {"name": "alone", "kind": "alone", "learning_rate": 0.5}
     experiment = of(rounds=3, first_epochs=2, strategies=[strategy])
-    values, run = played(experiment, tmp_path)
+    values, _ = played(experiment, tmp_path)
     task = task_for(experiment)
     first = trained[0][3]
-    assert trained == [
-        (task.client_rows(3, client)[0].tolist(), 4.0, 0.5, first)
-        for client in range(3)
-    ]
+    parts = [task.client_rows(3, client)[0].tolist() for client in range(3)]
+    assert trained == [(rows, 4.0, 0.5, first) for rows in parts]
     # It names the last class, and there is no global model.
-    for client in range(3):
-        truth = task.data.test.labels[own_test_rows(task, 3, client)]
-        assert values["own", str(client), "accuracy"] == (truth == 6).mean()
-    assert {row["scope"].split(":")[0] for row in run.rows} == {"own", "own-alone"}
+    truths = [task.data.test.labels[own_test_rows(task, 3, n)] for n in range(3)]
+    assert values["own-accuracy"] == [(truth == 6).mean() for truth in truths]
+    assert "global-accuracy" not in values
 
 
 @pytest.mark.parametrize("helps", [True, False])
@@ -229,9 +194,8 @@ def test_held_out_rows_choose_the_model_that_was_trained_on(
         if seed // 1_000 % 1_000 == 2:  # after the only round
             trained.append((rows.tolist(), epochs))
             with torch.no_grad():
-                model.classifier.bias[task.data.train.labels[rows[0]]] += (
-                    9.0 if helps else -9.0
-                )
+                bias = model.classifier.bias
+                bias[task.data.train.labels[rows[0]]] += 9.0 if helps else -9.0
         return 0.0
 
     monkeypatch.setattr(training, "train", train)
@@ -241,17 +205,15 @@ def test_held_out_rows_choose_the_model_that_was_trained_on(
     task = task_for(experiment)
     parts = [task.client_rows(3, client)[0].tolist() for client in range(7)]
     assert trained == [(rows, 1.0) for rows in parts]
-    accuracies = [
-        [values[scope, str(client), "accuracy"] for client in range(7)]
-        for scope in ("own", "own-global")
-    ]
-    assert (accuracies[0] == [1.0] * 7) == helps
-    assert (accuracies[0] == accuracies[1]) == (not helps)
+    assert (values["own-accuracy"] == [1.0] * 7) == helps
+    assert (values["own-accuracy"] == values["global-accuracy"]) == (not helps)
     # The global model is FedAvg's, also after the sites have trained it.
     _, other = played(of(**apart), tmp_path / "plain")
-    of_all = [row for row in other.rows if row["scope"] == "central"]
-    same = [row for row in run.rows if row["scope"] == "central"]
-    assert [row["value"] for row in of_all] == [row["value"] for row in same]
+    of_all, same = (
+        [row["value"] for row in rows if row["scope"] == "central"]
+        for rows in (run.rows, other.rows)
+    )
+    assert of_all == same
 
 
 @pytest.mark.parametrize(

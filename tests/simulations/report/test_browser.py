@@ -56,10 +56,11 @@ def with_sites(folder):
         cell = json.loads(file.read_text())
         shared = {**cell["rows"][-1], "round": 3}
         for number, name in enumerate([HOSTILE, "b" * 60, *"cdefgh"]):
-            for scope in ("own", "own-global", "own-alone"):
-                for metric, value in (("accuracy", 0.1 * number), ("test-rows", 9)):
-                    place = {"scope": f"{scope}:{name}", "metric": metric}
-                    cell["rows"].append({**shared, **place, "value": value})
+            values = dict.fromkeys(("own-accuracy", "global-accuracy"), 0.1 * number)
+            values |= {"alone-accuracy": 0.4, "test-rows": 9}
+            for metric, value in values.items():
+                place = {"scope": f"site:{name}", "metric": metric}
+                cell["rows"].append({**shared, **place, "value": value})
         file.write_text(json.dumps(cell))
     return folder
 

@@ -132,8 +132,8 @@ def _fitted_alone(
     taken, temperature = reference_among(candidates), 1.0
     if held_out:
         layers = [(candidate.weight, candidate.bias) for candidate in candidates]
-        stacked = map(torch.stack, zip(*layers, strict=True))
-        heads = TaskHeads(*stacked, torch.full((len(layers),), -1))
+        weights, biases = map(torch.stack, zip(*layers, strict=True))
+        heads = TaskHeads(weights, biases, torch.full((len(layers),), -1))
         losses = compare_losses([model], held_out, task_head, [heads], name)
         votes = Votes([losses], candidates)
         taken = min(candidates, key=votes.at_best)

@@ -101,6 +101,10 @@ def gains_of(frame: DataFrame, experiment: Row) -> SiteGains | None:
     differences = own.sub(own.get(alone, nan), axis="index")
     units = differences.groupby("seed" if seeds > 1 else "site").mean()
     values = own.groupby("site").mean()
+    against = {
+        name: paired_difference([*units[name].dropna()], lower_is_better=sign < 0)
+        for name in own
+    }
     return SiteGains(
         metric,
         sign,
@@ -108,10 +112,7 @@ def gains_of(frame: DataFrame, experiment: Row) -> SiteGains | None:
         values,
         gains=sign * differences.groupby("site").mean(),
         of_all=table[f"{GLOBAL}-{metric}"].mean(),
-        against={
-            name: paired_difference([*units[name].dropna()], lower_is_better=sign < 0)
-            for name in own
-        },
+        against=against,
         over=f"{seeds} seeds" if seeds > 1 else f"{len(values)} sites",
         rows=table[TEST_ROWS].min(axis=1).groupby("site").min(),
     )

@@ -26,8 +26,6 @@ BOUNDS: dict[str, str] = {}
 CENTRAL = "central"
 #: The start of the scope of rows about a client.
 OF_CLIENT = "client:"
-#: The metrics of messages.
-_MESSAGES = ("bytes-sent", "bytes-received", "requests")
 #: A model has learned if its accuracy or macro F1 exceeds that of naming one class by
 #: more than this.
 LEARNED = 0.02
@@ -282,8 +280,9 @@ def _standing(about: Row, frame: DataFrame) -> Standing:
     ``frame`` has its rows of the last round.
     """
     table = frame.pivot(index="seed", columns=["scope", "metric"], values="value")
-    messages = table.reindex(columns=[("messages", name) for name in _MESSAGES]).mean()
-    sent, received, requests = messages
+    names = ("bytes-sent", "bytes-received", "requests")
+    columns = [("messages", name) for name in names]
+    sent, received, requests = table.reindex(columns=columns).mean()
     return Standing(
         name=about["name"],
         about=about,

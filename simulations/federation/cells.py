@@ -206,8 +206,9 @@ class CellStrategy(ReplyStrategy):
             result = self.cell.with_fitted_task_head(server_round, arrays, self.network)
             arrays, priors = result.arrays, result.priors
         load_tensors(self.network, arrays.to_torch_state_dict(), self.loads)
-        metrics = self.cell.finish_round(server_round, self.network, priors)
-        return MetricRecord({**metrics})
+        return MetricRecord(
+            {**self.cell.finish_round(server_round, self.network, priors)}
+        )
 
     def _after_training(self, contents: list[Any], key: str) -> MetricRecord:
         """Add the clients' losses, in the order of the clients."""

@@ -145,11 +145,12 @@ def _empty_model(experiment_json: str, rank: int | None, loads: str) -> nn.Modul
 def _labelled(message: Message, context: Context) -> LabelledRows:
     job = ClientJob.read(message, context)
     own = own_test_rows(job.task, job.seed, job.client)
+    test = partial(job.batches, own, HEAD_BATCH, split=job.task.test)
     return LabelledRows(
         job.model,
         partial(job.batches, job.rows(), HEAD_BATCH),
         partial(job.batches, job.rows(held_out=True), HEAD_BATCH),
-        test=partial(job.batches, own, HEAD_BATCH, split=job.task.test),
+        test=test,
         name=str(job.client),
     )
 

@@ -55,8 +55,8 @@ def own_test_rows(task: Task, seed: int, client: int) -> ndarray:
     there = pd.Series(of_test).value_counts()
     counts, there = pd.Series(keys[rows]).value_counts().align(there, join="inner")
     shares = counts / counts.sum()
-    without_repetition = (there / shares).min()
-    size = np.clip(without_repetition, FEWEST, MOST)
+    # As many as without repetition, within bounds.
+    size = np.clip((there / shares).min(), FEWEST, MOST)
     rng = default_rng([seed, client, MOST])
     drawn: list[int] = []
     for key, wanted in (shares * size).round().astype(int).items():
@@ -81,10 +81,9 @@ class OwnRows:
 
     def measure_federated(self, model: Any, priors: Sequence[float]) -> None:
         """Add rows of the last global model, and of what sites have from it."""
-        objective: Any = self.task.objective
         tuned = self.cell.strategy.kind == "local_finetuning"
         own = () if tuned else (OWN,)
-        if objective.classifies and not self.task.data.domains:
+        if self.task.objective.classifies and not self.task.data.domains:
             self._report(model, priors, ALONE, GLOBAL, *own)
         else:
             for client in self.clients:

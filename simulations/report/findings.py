@@ -90,17 +90,19 @@ def _for_sites(verdict: Verdict) -> list[str]:
     ]
     headline = verdict.judged[0]
     best = str(sites.gains.mean().idxmax())
-    mean = number(sites.values[best].mean())
-    return [
+    joining = (
         f"For own rows, {advice}: {sites.better(ours.name)} sites are better with "
         f"{ours.name} than alone, in {metric}: "
         f"{format_interval(against, '+')} (mean over sites against {sites.alone}, 95 % "
         f"interval over {sites.over}); on all labels {ours.name} has "
-        f"{spoken(headline)} {number(ours.mean(headline))}",
+        f"{spoken(headline)} {number(ours.mean(headline))}"
+    )
+    who = (
         f"Who gains by {ours.name}, in {metric} beside alone (test rows; few are below "
-        f"{FEW_ROWS}): {listed(named)}",
-        f"Best on own rows: {best}, {metric} {mean}",
-    ]
+        f"{FEW_ROWS}): {listed(named)}"
+    )
+    top = f"Best on own rows: {best}, {metric} {number(sites.values[best].mean())}"
+    return [joining, who, top]
 
 
 def _best(verdict: Verdict, metric: str) -> str:

@@ -158,11 +158,16 @@ def sites_plot(
     values = [*zip(*pairs.values(), strict=True)]
     ax.hlines(places, *values, color="0.7")
     for end, name in enumerate(ends):
-        label = as_label(name)
-        ax.plot(values[end], places, MARKERS[end], color=PALETTE[end], label=label)
+        ax.plot(
+            values[end],
+            places,
+            MARKERS[end],
+            color=PALETTE[end],
+            label=as_label(name),
+        )
     ax.set_yticks(places, map(as_label, pairs))
     ax.invert_yaxis()
-    ax.set_xlabel(as_label(spoken(metric)))
+    ax.set_xlabel(spoken(metric))
     figure.legend(loc="outside lower left", ncols=2, frameon=False)
     return figure
 

@@ -187,9 +187,11 @@ def _fitted(
     old = Candidate("merged", weight, bias)
     fitted = with_fitted_task_heads(old, sums, SHRINKAGES, f"{name}.bias" in tensors)
     candidates = [old, *fitted]
+    weights = [candidate.weight for candidate in candidates]
+    biases = [candidate.bias for candidate in candidates]
     heads = TaskHeads(
-        torch.stack([candidate.weight for candidate in candidates]),
-        torch.stack([candidate.bias for candidate in candidates]),
+        torch.stack(weights),
+        torch.stack(biases),
         torch.full((len(candidates),), -1),
         sums.kind.units(sums.counts),
     )

@@ -15,12 +15,9 @@ from torch import nn
 
 from fedrot.lora import load_adapter, train_only
 from fedrot.options import AlignmentOptions
-from fedrot.simulations.federation.cells import (
-    RUNS,
-    CellRun,
-    CellStrategy,
-    run_federated,
-)
+from fedrot.simulations.federation.cell_run import CellRun
+from fedrot.simulations.federation.cells import RUNS, CellStrategy, run_federated
+from fedrot.simulations.federation.own_rows import finish_round
 from fedrot.simulations.models import LOADERS, model_config, tensors_of
 from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.strategy import KINDS, NAMED, Strategy, refuse_unread
@@ -74,7 +71,7 @@ class EnsembleCell(CellStrategy, FedRot):
         if not self._models:
             return super().evaluate_centrally(server_round, arrays)
         model = Ensemble(self._models, **self.cell.strategy.options)
-        return MetricRecord({**self.cell.finish_round(server_round, model)})
+        return MetricRecord({**finish_round(self.cell, server_round, model)})
 
 
 class RivalCell(CellStrategy, FedAvgRivalLoRA):
@@ -167,14 +164,14 @@ def run_joined(cell: CellRun, fewer: bool = False) -> None:
         np.sort(np.concatenate([*clients.values()])),
         1 / len(clients) if fewer else 1.0,
     )
-    cell.finish_round(0, model)
+    finish_round(cell, 0, model)
     for server_round in range(1, experiment.rounds + 1):
         stream, epochs = (
             cell.seed * 1_000 + server_round,
             share * experiment.epochs(server_round),
         )
         training.train(model, cell.task, rows, stream, epochs, cell.job["lr"])
-        cell.finish_round(server_round, model)
+        finish_round(cell, server_round, model)
 
 
 NAMED["joined"] = {

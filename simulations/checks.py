@@ -19,7 +19,8 @@ from fedrot.simulations.data.class_remarks import UNTESTED, class_remarks, look_
 from fedrot.simulations.data.read import listed
 from fedrot.simulations.engine import Machine
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.federation.cells import CellRun, strategy_of
+from fedrot.simulations.federation.cell_run import CellRun
+from fedrot.simulations.federation.cells import strategy_of
 from fedrot.simulations.models import build_model, tensors_of
 from fedrot.simulations.run_folder import Cell, Row
 from fedrot.simulations.strategy import NAMED, Strategy

@@ -91,19 +91,21 @@ def gains_of(frame: DataFrame, experiment: Row) -> SiteGains | None:
     sign, metric = (1, "accuracy") if f"{OWN}-accuracy" in table else (-1, "loss")
     strategies = experiment["strategies"]
     trained = [name for name in strategies if strategies[name].get("kind") == "alone"]
-    own = table[f"{OWN}-{metric}"].rename(columns=dict.fromkeys(trained, _TRAINED))
+    of_sites = table[f"{OWN}-{metric}"].rename(columns=dict.fromkeys(trained, _TRAINED))
     if f"{ALONE}-{metric}" in table:
         # One strategy has measured it for all.
-        own[_HEAD] = table[f"{ALONE}-{metric}"].mean(axis=1)
-    own = own[[name for name in (_HEAD, _TRAINED, *strategies) if name in own]]
-    ways = own.columns.intersection([_HEAD, _TRAINED])
-    alone = max(ways, key=lambda name: sign * own[name].mean(), default="")
-    differences = own.sub(own.get(alone, nan), axis="index")
+        of_sites[_HEAD] = table[f"{ALONE}-{metric}"].mean(axis=1)
+    of_sites = of_sites[
+        [name for name in (_HEAD, _TRAINED, *strategies) if name in of_sites]
+    ]
+    ways = of_sites.columns.intersection([_HEAD, _TRAINED])
+    alone = max(ways, key=lambda name: sign * of_sites[name].mean(), default="")
+    differences = of_sites.sub(of_sites.get(alone, nan), axis="index")
     units = differences.groupby("seed" if seeds > 1 else "site").mean()
-    values = own.groupby("site").mean()
+    values = of_sites.groupby("site").mean()
     against = {
         name: paired_difference([*units[name].dropna()], lower_is_better=sign < 0)
-        for name in own
+        for name in of_sites
     }
     return SiteGains(
         metric,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,24 +12,20 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from torch import nn
 
 from fedrot.aggregation import aggregation_named
 from fedrot.lora import AdapterOptions
 from fedrot.options import AlignmentOptions
+from fedrot.simulations.federation.cell_run import CellRun
 from fedrot.simulations.federation.grids import OrderedGrid
-from fedrot.simulations.federation.own_rows import OwnRows
+from fedrot.simulations.federation.own_rows import OwnRows, finish_round
 from fedrot.simulations.models import (
-    build_model,
     load_tensors,
     tensors_of,
 )
-from fedrot.simulations.run_folder import Cell, Row, read_rows
-from fedrot.simulations.saved.load import save_model
-from fedrot.simulations.scenario import Settings
+from fedrot.simulations.run_folder import Cell, read_rows
 from fedrot.simulations.summary import OF_CLIENT
 from fedrot.simulations.tasks import training
-from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies import (
     FedRot,
     FedRotLoRA,
@@ -37,112 +33,11 @@ from fedrot.strategies import (
     OtherBasis,
     Reporting,
     Server,
-    fit_task_head,
 )
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client.moves import OTHER_BASIS_OPTIONS
-from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.round.asked import CLIENT_KEY, CLIENT_RECORD
 from fedrot.symmetry import symmetry_of
-
-
-@dataclass(frozen=True)
-class CellRun(Cell):
-    """The run of a cell; its results are added to ``rows`` and ``alignment``.
-
-    ``grid`` has the clients that take part (None while the cell is only checked). Files
-    go to the folder ``scratch``, through which clients on this machine share trainings.
-    The model after the last round goes to the folder ``save``.
-    """
-
-    grid: Any = None
-    scratch: Path = Path()
-    save: Path | None = None
-    rows: list[Row] = field(default_factory=list)
-    alignment: list[Row] = field(default_factory=list)
-
-    @property
-    def task(self) -> Task:
-        """The experiment's data and objective."""
-        return task_of(self.experiment.to_json())
-
-    @property
-    def job(self) -> Row:
-        """The fields that clients read, see ``client_app.ClientJob``."""
-        return {
-            "experiment": self.experiment.to_json(),
-            "seed": self.seed,
-            "lr": self.strategy.learning_rate or self.experiment.lr,
-            "cache": str(self.scratch),
-            "batches": self.strategy.batches,
-            "loads": "",
-            "server-round": 0,
-        }
-
-    @property
-    def labels(self) -> Row:
-        """The columns that all rows of the cell share."""
-        return {
-            "experiment": self.experiment.name,
-            "strategy": self.strategy.name,
-            "seed": self.seed,
-        }
-
-    def model(self) -> nn.Module:
-        """Return the initial model of the seed."""
-        return build_model(self.experiment, self.task.data, self.seed)
-
-    def record(self, scope: str, server_round: int, metrics: Settings) -> None:
-        """Add one row per metric."""
-        shared = {**self.labels, "round": server_round, "scope": scope}
-        for name, value in metrics.items():
-            self.rows.append({**shared, "metric": name, "value": value})
-
-    def client_rows(self, held_out: bool = True) -> dict[int, np.ndarray]:
-        """Return the rows that each client holds out, or its training rows.
-
-        The clients are those of the strategy.
-        """
-        clients = self.strategy.clients or range(self.experiment.clients)
-        return {
-            client: self.task.client_rows(self.seed, client)[held_out]
-            for client in clients
-        }
-
-    def finish_round(
-        self, server_round: int, model: nn.Module, priors: Sequence[float] = ()
-    ) -> dict[str, float]:
-        """Evaluate a round's global model; add and return the metrics.
-
-        What messages cost is added, too. After the last round models are evaluated on
-        each site's own test rows as well. ``priors`` are those in the model's bias, if
-        its head was fitted.
-        """
-        task = self.task
-        metrics = training.evaluate(model, task, task.test, np.arange(len(task.test)))
-        self.record("central", server_round, metrics)
-        self.record("messages", server_round, self.grid.counted)
-        if server_round == self.experiment.rounds:
-            OwnRows(self).measure_federated(model, priors)
-            if self.save:
-                save_model(model, self.experiment, self.save)
-        return metrics
-
-    def with_fitted_task_head(
-        self, server_round: int, arrays: ArrayRecord, model: Any
-    ) -> FittedTaskHead:
-        """Return a model with the better of its task head and the fitted one."""
-        config = ConfigRecord({**self.job, "server-round": server_round})
-        settings = self.settings_of(model)
-        result = fit_task_head(self.grid, arrays, settings, config=config)
-        self.record("round", self.experiment.rounds, result.metrics())
-        return result
-
-    def settings_of(self, model: Any) -> Any:
-        """Return what tells where a model's task head is."""
-        if self.experiment.lora:
-            return model.peft_config["default"]
-        return model.config
 
 
 class CellStrategy(ReplyStrategy):
@@ -207,7 +102,7 @@ class CellStrategy(ReplyStrategy):
             arrays, priors = result.arrays, result.priors
         load_tensors(self.network, arrays.to_torch_state_dict(), self.loads)
         return MetricRecord(
-            {**self.cell.finish_round(server_round, self.network, priors)}
+            {**finish_round(self.cell, server_round, self.network, priors)}
         )
 
     def _after_training(self, contents: list[Any], key: str) -> MetricRecord:
@@ -342,7 +237,7 @@ def _run_head_only(cell: CellRun) -> None:
     model = cell.model()
     result = cell.with_fitted_task_head(0, ArrayRecord(tensors_of(model)), model)
     load_tensors(model, result.arrays.to_torch_state_dict())
-    cell.finish_round(cell.experiment.rounds, model, result.priors)
+    finish_round(cell, cell.experiment.rounds, model, result.priors)
 
 
 def _run_alone(cell: CellRun) -> None:

@@ -144,8 +144,8 @@ def _empty_model(experiment_json: str, rank: int | None, loads: str) -> nn.Modul
 
 def _labelled(message: Message, context: Context) -> LabelledRows:
     job = ClientJob.read(message, context)
-    own = own_test_rows(job.task, job.seed, job.client)
-    test = partial(job.batches, own, HEAD_BATCH, split=job.task.test)
+    test_rows = own_test_rows(job.task, job.seed, job.client)
+    test = partial(job.batches, test_rows, HEAD_BATCH, split=job.task.test)
     return LabelledRows(
         job.model,
         partial(job.batches, job.rows(), HEAD_BATCH),

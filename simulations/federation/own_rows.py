@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from flwr.app import ArrayRecord, ConfigRecord
 from numpy import ndarray
 from numpy.random import default_rng
+from torch import nn
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.data.partition import parse_partition, partition_keys
 from fedrot.simulations.data.read import clean
+from fedrot.simulations.federation.cell_run import CellRun
 from fedrot.simulations.models import load_tensors, tensors_of
+from fedrot.simulations.saved.load import save_model
 from fedrot.simulations.scenario import Settings
 from fedrot.simulations.site_gains import ALONE, GLOBAL, OF_SITE, OWN, TEST_ROWS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task
 from fedrot.strategies import report_sites
-
-if TYPE_CHECKING:
-    from fedrot.simulations.federation.cells import CellRun
 
 #: Most test rows that are drawn for a site.
 MOST = 200
@@ -82,12 +82,12 @@ class OwnRows:
     def measure_federated(self, model: Any, priors: Sequence[float]) -> None:
         """Add rows of the last global model, and of what sites have from it."""
         tuned = self.cell.strategy.kind == "local_finetuning"
-        own = () if tuned else (OWN,)
+        site_models = () if tuned else (OWN,)
         if self.task.objective.classifies and not self.task.data.domains:
-            self._report(model, priors, ALONE, GLOBAL, *own)
+            self._report(model, priors, ALONE, GLOBAL, *site_models)
         else:
             for client in self.clients:
-                self._measure(model, client, GLOBAL, *own)
+                self._measure(model, client, GLOBAL, *site_models)
         if tuned:
             self.train_on(model, 1.0)
 
@@ -144,3 +144,26 @@ class OwnRows:
                 load_tensors(model, before)
             self._measure(model, client, OWN)
         load_tensors(model, before)
+
+
+def finish_round(
+    cell: CellRun,
+    server_round: int,
+    model: nn.Module,
+    priors: Sequence[float] = (),
+) -> dict[str, float]:
+    """Evaluate a round's global model; add and return the metrics.
+
+    What messages cost is added, too. After the last round models are evaluated on
+    each site's own test rows as well. ``priors`` are those in the model's bias, if
+    its head was fitted.
+    """
+    task = cell.task
+    metrics = training.evaluate(model, task, task.test, np.arange(len(task.test)))
+    cell.record("central", server_round, metrics)
+    cell.record("messages", server_round, cell.grid.counted)
+    if server_round == cell.experiment.rounds:
+        OwnRows(cell).measure_federated(model, priors)
+        if cell.save:
+            save_model(model, cell.experiment, cell.save)
+    return metrics

@@ -15,7 +15,8 @@ from flwr.app import ArrayRecord
 
 from fedrot.aggregation import Fisher, Mean
 from fedrot.simulations.experiment import Experiment
-from fedrot.simulations.federation.cells import CellRun, run_cell, strategy_of
+from fedrot.simulations.federation.cell_run import CellRun
+from fedrot.simulations.federation.cells import run_cell, strategy_of
 from fedrot.simulations.federation.client_app import app
 from fedrot.simulations.federation.grids import OrderedGrid
 from fedrot.simulations.models import build_model

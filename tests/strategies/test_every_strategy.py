@@ -42,15 +42,7 @@ from torch import nn
 import fedrot
 from fedrot.strategies import FedRot, OtherBasis, align_mod
 from tests.models import EAGER, config_of, near, squared_distance
-from tests.strategies.classifier import (
-    NAME,
-    SYMMETRY,
-    WHOLE,
-    build,
-    error,
-    permuted,
-    state,
-)
+from tests.strategies.classifier import NAME, SYMMETRY, build, error, permuted, state
 from tests.strategies.fakes import (
     broadcast,
     grid_of,
@@ -280,8 +272,8 @@ def test_clients_that_learned_nothing_change_no_function(name, others):
     ours = {"alignment": CANONICAL}
     if others:
         ours = {
-            "alignment": EAGER,
-            "other_basis": OtherBasis(build, replace(WHOLE, chance=0)),
+            "alignment": fedrot.AlignmentOptions(),
+            "other_basis": OtherBasis(build),
         }
     result = (
         CASES[name]

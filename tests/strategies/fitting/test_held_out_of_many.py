@@ -22,9 +22,8 @@ def drawn(seed, count):
     figures = []
     for _ in range(count):
         losses = tuple(rng.uniform(0.2, 2, 2))
-        figures.append(
-            (int(rng.integers(10, 400)), losses, tuple(rng.uniform(0, 1, 2)))
-        )
+        rows = int(rng.integers(10, 400))
+        figures.append((rows, losses, tuple(rng.integers(0, rows + 1, 2) / rows)))
     return figures
 
 
@@ -36,7 +35,7 @@ def answers(rows, losses, right):
     def answer(message):
         place = int(message.content.array_records[MODEL]["w"].numpy()[0])
         grid = (losses[place] - better).unsqueeze(0) * rows
-        counts = torch.tensor([rows, right[place] * rows]).double()
+        counts = torch.tensor([rows, round(right[place] * rows)]).double()
         record = {
             "losses": grid,
             "squares": torch.zeros_like(grid),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf, nan
 from typing import TYPE_CHECKING
 
-from fedrot.simulations.paired import Paired, paired_difference
+from fedrot.simulations.paired import ROUNDING, Paired, paired_difference
 from fedrot.simulations.run_folder import Row
 from fedrot.strategies.fitting.sites import HEADS
 
@@ -62,7 +62,7 @@ class SiteGains:
     def better(self, name: str) -> str:
         """Return how many sites are better than alone: ``3 of 5``."""
         gains = self.gains[name]
-        return f"{(gains > 0).sum()} of {len(gains)}"
+        return f"{(gains > ROUNDING).sum()} of {len(gains)}"
 
     def pairs(self, name: str) -> dict[str, list[float]]:
         """Return by site the values of alone and of a strategy."""
@@ -91,7 +91,9 @@ def gains_of(frame: DataFrame, experiment: Row) -> SiteGains | None:
     sign, metric = (1, "accuracy") if f"{OWN}-accuracy" in table else (-1, "loss")
     strategies = experiment["strategies"]
     trained = [name for name in strategies if strategies[name].get("kind") == "alone"]
-    of_sites = table[f"{OWN}-{metric}"].rename(columns=dict.fromkeys(trained, _TRAINED))
+    of_sites = table[f"{OWN}-{metric}"].rename(
+        columns=dict.fromkeys(trained[:1], _TRAINED)
+    )
     if f"{ALONE}-{metric}" in table:
         # One strategy has measured it for all.
         of_sites[_HEAD] = table[f"{ALONE}-{metric}"].mean(axis=1)

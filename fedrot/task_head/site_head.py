@@ -98,8 +98,8 @@ def site_shift(
             shape, are not finite or not of this kind.
     """
     kind = OUTPUT_KINDS[problem_type_of({}, problem_type)]
-    priors = torch.as_tensor(priors).double().cpu()
-    counts = torch.as_tensor(counts).double().cpu()
+    priors = torch.as_tensor(priors, dtype=torch.float64).cpu()
+    counts = torch.as_tensor(counts, dtype=torch.float64).cpu()
     if not 0 < strength < float("inf"):
         raise FedrotError(f"strength is {strength}; give a number of rows above 0.")
     if not _possible(priors, counts, problem_type):
@@ -155,8 +155,9 @@ def collect_counts(
     for batch in map(as_batch, batches):
         labels = labels_in(batch)
         if name != REGRESSION:
-            # Several labels have one for each output.
-            shape = (*labels.shape, outputs) if kind.by_class else labels.shape
+            # One class a row, or a row of labels.
+            places = labels.shape if kind.by_class else labels.shape[:1]
+            shape = (*places, outputs)
             labels = kind.check_labels(labels, torch.empty(()).expand(shape))
             targets = kind.targets(labels[kind.has_label(labels)], outputs)
         elif bool(kind.has_label(labels).any()):

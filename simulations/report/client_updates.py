@@ -27,15 +27,16 @@ def rounds_of(client: str, file: Path) -> str:
         )
     rounds = defaultdict[str, set[int]](set)
     for row in updates:
-        for name in ("client", "node"):
-            rounds[str(row.get(name))].add(row["round"])
+        for name in {"client", "node"} & row.keys():
+            rounds[str(row[name])].add(row["round"])
     numbers = sorted(rounds.pop(client, ()))
     if numbers:
         before = numbers[0] - 1
         last = f"round-{before:06}" if before else "none: take the first model"
         sentence = (
             f"its updates are in rounds {', '.join(map(str, numbers))}, and so in "
-            f"every later model. The last checkpoint without them: {last}."
+            f"every later model. The last checkpoint without them, if it was kept: "
+            f"{last}."
         )
     else:
         sentence = (

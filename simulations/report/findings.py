@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import isnan
+from math import inf, isnan
 
 from fedrot.simulations.data.read import listed
 from fedrot.simulations.paired import LOWER_IS_BETTER, ROUNDING
@@ -22,6 +22,7 @@ JOINING = {
     "better": "join",
     "worse": "stay alone",
     "same": "joining changes nothing",
+    "within noise": "joining and staying alone differ by noise",
 }
 #: What the strategies of each judgement are called; the reference is named in it.
 JUDGED = {
@@ -82,19 +83,20 @@ def _for_sites(verdict: Verdict) -> list[str]:
         return []
     metric = spoken(sites.metric)
     against = sites.against[ours.name]
-    advice = JOINING.get(against.verdict, "joining and staying alone differ by noise")
+    advice = JOINING.get(against.verdict, "no interval tells whether to join")
     gains = sites.gains[ours.name].sort_values(ascending=False)
     named = [
         f"{site} {number(sites.sign * gain, '+')} ({of_rows(sites.rows[site])})"
         for site, gain in gains.items()
     ]
     headline = verdict.judged[0]
-    best = str(sites.gains.mean().idxmax())
+    best = str(sites.gains.mean().fillna(-inf).idxmax())
+    over = "" if isnan(against.smallest) else f", 95 % interval over {sites.over}"
     joining = (
         f"For own rows, {advice}: {sites.better(ours.name)} sites are better with "
         f"{ours.name} than alone, in {metric}: "
-        f"{format_interval(against, '+')} (mean over sites against {sites.alone}, 95 % "
-        f"interval over {sites.over}); on all labels {ours.name} has "
+        f"{format_interval(against, '+')} (mean over sites against "
+        f"{sites.alone}{over}); on all labels {ours.name} has "
         f"{spoken(headline)} {number(ours.mean(headline))}"
     )
     who = (

@@ -80,10 +80,17 @@ def site_model(
         )
     problem_type = problem_type_of(copy.config)
     kind = OUTPUT_KINDS[problem_type]
+    saved = getattr(copy.config, "fedrot", None)
+    saved = saved if isinstance(saved, dict) else {}
     if priors is None:
-        priors = (getattr(copy.config, "fedrot", None) or {}).get("priors", ())
-    shares = torch.as_tensor(priors).double()
-    if not len(shares) and problem_type != REGRESSION:
+        priors = saved.get("priors") or ()
+    try:
+        shares = torch.as_tensor(priors, dtype=torch.float64)
+    except (TypeError, ValueError) as error:
+        raise FedrotError(
+            f"The priors are no list of shares: {priors!r:.80}"
+        ) from error
+    if not shares.numel() and problem_type != REGRESSION:
         raise FedrotError(
             "The shares of classes in the model's bias are not known: give priors=, "
             "from 'fedrot-priors' in the configuration of a request of "
@@ -100,7 +107,7 @@ def site_model(
     if problem_type != REGRESSION:
         by_class = counts[-len(shares) :] + STRENGTH * shares
         of_site = by_class / (counts[kind.centres].sum() + STRENGTH)
-        copy.config.fedrot = {"priors": of_site.tolist()}
+        copy.config.fedrot = {**saved, "priors": of_site.tolist()}
     return copy
 
 

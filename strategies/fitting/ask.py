@@ -42,6 +42,7 @@ from fedrot.strategies.wire.label_names import (
     LABELS,
     Names,
     check_names,
+    label_names,
     read_names,
     wanted_names,
 )
@@ -218,6 +219,8 @@ class Clients:
                 asked.accept(reply)
                 if LABELS in reply.content:
                     self.names.setdefault(node, read_names(reply.content))
+                # What is read may count at once.
+                check_names(self.names.get(node, ()), label_names(self.described))
                 answers[node] = read(node, reply.content)
             except Exception as error:
                 leave_out(node, refusal(error))

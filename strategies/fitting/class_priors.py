@@ -60,6 +60,7 @@ def class_priors(
     """
     kind = problem_type_of(model_config)
     clients = Clients(grid, problem_type=kind, config=config, timeout=timeout)
+    clients.described = model_config
     return priors_of(clients, outputs_of(model_config))
 
 

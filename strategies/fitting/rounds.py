@@ -113,7 +113,7 @@ class FitsTaskHead(ReplyStrategy):
         # The old model has its old shares; a head that is trained on from a fitted one
         # has about those.
         if result.priors:
-            self._priors = torch.tensor(result.priors).double()
+            self._priors = torch.tensor(result.priors, dtype=torch.float64)
 
     def finished(self, arrays: ArrayRecord, record: RoundRecord) -> ArrayRecord:
         """Return the best model that a round offers, or the one before."""

@@ -175,7 +175,9 @@ def reported(
     before, after = (fitting.body(of, clients.task_head) for of in (first, arrays))
     head = after.unfitted(1.0)
     outputs = len(head.bias)
-    shares = torch.tensor(priors or priors_of(clients, outputs)).double()
+    if not len(priors):
+        priors = priors_of(clients, outputs)
+    shares = torch.as_tensor(priors, dtype=torch.float64)
     sent = {"weight": head.weight, "bias": head.bias, "priors": shares}
     labels = 0 if clients.problem_type == REGRESSION else outputs
     answers = clients.ask_about(
@@ -187,9 +189,12 @@ def reported(
         {f"{TASK_HEADS}-0": to_arrays(sent)},
     )
     known = wanted_names(clients.described, clients.names)
-    names = [*map(legible, known or map(str, range(labels)))]
+    names = [*map(legible, known)]
+    if len({*names}) != labels:
+        names = [*map(str, range(labels))]
     rows = [row for _, row in sorted(answers.items()) if row is not None]
-    taken = set[str | None]()
+    # So sites without a name are called.
+    taken: set[str | None] = {f"client {row['client']}" for row in rows}
     for row in rows:
         name, number = row["site"], 1
         while row["site"] in taken:
@@ -197,7 +202,7 @@ def reported(
             row["site"] = f"{name} ({number})"
         # Sites without a name have the same one.
         taken.add(row["site"] or None)
-        row["classes"] = dict(zip(names, row["classes"], strict=False))
+        row["classes"] = dict(zip(names, row["classes"], strict=True))
     return Sites(NAMES[labels > 0], rows, len(answers) - len(rows))
 
 

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+from unicodedata import normalize
 
 from flwr.app import ConfigRecord, RecordDict
 
@@ -38,7 +39,8 @@ def label_names(config: Any) -> Names:
     settings = getattr(config, "__dict__", config) or {}
     by_place = settings.get("id2label") or {}
     # Of a JSON file the numbers are texts.
-    names = tuple(str(by_place[place]) for place in sorted(by_place, key=int))
+    places = sorted(by_place, key=int)
+    names = tuple(normalize("NFC", str(by_place[place])).strip() for place in places)
     return () if all(map(_UNNAMED.fullmatch, names)) else names
 
 

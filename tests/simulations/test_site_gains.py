@@ -67,6 +67,24 @@ def test_the_first_sentence_has_both_answers(gains, words):
 
 
 @pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        # The mean of equal values over three strategies is another float.
+        ([0.7] * 3, "joining changes nothing: 0 of 3"),
+        ([0.9] * 3, "no interval tells whether to join: 3 of 3"),
+        ([np.nan] * 3, "no interval tells whether to join: 0 of 3"),
+    ],
+)
+def test_without_an_interval_none_is_named(values, words):
+    rows = [
+        line for name in ("a", "b", "c") for line in of(name, values, head=[0.7] * 3)
+    ]
+    first = lead(judged(rows)).split(". ")[0]
+    assert words in first
+    assert "95 %" not in first
+
+
+@pytest.mark.parametrize(
     ("trained", "alone"),
     [([0.9, 0.2, 0.8], "alone (trained)"), ([0.9, 0.1, 0.7], "alone (head)")],
 )

@@ -40,7 +40,7 @@ def played(file, hashes=True, **given):
             "1, 2, 3, 4, and so in every later model. The last checkpoint without them",
         ),
         (1, "its updates are in rounds 2, 4, and so in every later model."),
-        (101, "The last checkpoint without them: round-000001."),
+        (101, "The last checkpoint without them, if it was kept: round-000001."),
         (2, "its updates are in rounds 3, and so"),
         (103, "no model has its updates, but those of 0, 1, 100, 101, 102, 2."),
     ],

@@ -71,6 +71,7 @@ def test_expected_shares_count_as_those_of_a_thousand_rows(name, counts):
     [
         ("score", {"priors": PRIORS}, "site_shift"),
         ("single", {}, "class_priors"),
+        ("single", {"priors": ["a", "b", "c"]}, "no list of shares"),
         ("single", {"priors": PRIORS[:2]}, r"priors are \[0.5, 0.3\d*\]"),
         ("single", {"priors": PRIORS, "expected": [0.5, 0.5, 0.5]}, "add up to 1"),
         ("single", {"priors": PRIORS, "expected": [0.5, 0.5]}, r"\[500.0, 500.0\]"),

@@ -12,6 +12,7 @@ from fedrot.strategies import (
     FedRot,
     FedRotLoRA,
     Server,
+    class_priors,
     evaluate_at_clients,
     fit_task_head,
     labels_record,
@@ -113,6 +114,11 @@ def reporting(nodes, kind=SINGLE, names=None):
     return SimpleNamespace(arrays=arrays, metrics=sites.rows)
 
 
+def counted(nodes, kind=SINGLE, names=None):
+    priors = class_priors(grid_of(nodes), configured(kind.config, names))
+    return SimpleNamespace(arrays=ArrayRecord(kind.state()), metrics=priors)
+
+
 #: How a run asks, of which kind of models, and the names at the server.
 RUNS = {
     "fit, names at the server": (fitted, "single", NAMES),
@@ -122,6 +128,7 @@ RUNS = {
     "rounds, adapter": (in_rounds, "adapter", None),
     "evaluation": (evaluated, "single", None),
     "report, adapter": (reporting, "adapter", None),
+    "priors": (counted, "single", NAMES),
     "training replies": (trained, "single", NAMES),
 }
 
@@ -144,8 +151,30 @@ def test_a_client_with_other_labels_has_no_part_and_is_asked_once(way, said, war
     # With equal names nothing is left out.
     expected = run(clients(NAMES, kind)[: 3 if word else 4], kind, at_server)
     assert largest_difference(found.arrays, expected.arrays) == 0
-    if run in (evaluated, reporting):
+    if run in (evaluated, reporting, counted):
         assert found.metrics == expected.metrics
+
+
+def test_names_that_a_client_says_late_keep_its_sums_out():
+    def late(message):
+        answer = swapped(message)
+        if LABELS in answer.content and not answer.content.array_records:
+            del answer.content[LABELS]
+        elif answer.content.array_records:
+            answer.content[LABELS] = labels_record(model)
+        return answer
+
+    names, _ = SAID["another order"]
+    swapped, model = node(3, names), SINGLE.drawn()
+    configured(model.config, names)
+    honest = [node(index) for index in range(3)]
+    found = fitted([*honest, late], SINGLE, NAMES)
+    assert found.priors == fitted(honest, SINGLE, NAMES).priors
+
+
+def test_names_that_read_alike_are_alike():
+    config = {"id2label": {0: "caf\u00e9", 1: "joy "}}
+    assert label_names(config) == label_names({"id2label": {0: "cafe\u0301", 1: "joy"}})
 
 
 def test_without_a_majority_of_all_clients_nobody_is_left_out(warnings):

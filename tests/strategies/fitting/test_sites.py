@@ -283,6 +283,19 @@ def test_a_site_of_one_row_has_a_constant_alone(name, tmp_path):
     assert row["alone"] == pytest.approx(figures_of(kind, logits, labels), rel=1e-4)
 
 
+def test_a_site_cannot_take_the_name_of_another():
+    nodes = learning_all(
+        [
+            replace(site, name=name)
+            for site, name in zip(
+                sites_of(SINGLE), ("", "client 100", "B"), strict=True
+            )
+        ],
+        None,
+    )
+    assert [row["site"] for row in reported(nodes).rows] == ["", "client 100 (2)", "B"]
+
+
 def test_a_model_that_nobody_trained_is_the_first_one(tmp_path):
     nodes = [site.node(tmp_path) for site in sites_of(SINGLE)]
     sites = report_sites(grid_of(nodes), ArrayRecord(FIRST), SINGLE.config)

@@ -165,5 +165,7 @@ def finish_round(
     if server_round == cell.experiment.rounds:
         OwnRows(cell).measure_federated(model, priors)
         if cell.save:
+            if priors:
+                model.config.fedrot = {"priors": [*priors]}
             save_model(model, cell.experiment, cell.save)
     return metrics

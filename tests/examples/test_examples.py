@@ -295,9 +295,13 @@ def test_every_site_has_a_csv_and_figures_of_its_own(run, toy, sites, tmp_path):
     assert rows_of_sites(log) == {"north": 8, "south": 4}, log
     # One in five rows chooses the head; no other row does.
     assert re.search(r"Before round 1, 2 clients, 12 held-out rows", log), log
-    assert "north: accuracy" in (out / "rows.jsonl").read_text()
+    rows = (out / "rows.jsonl").read_text()
+    assert "north: accuracy" in rows
+    assert '"site": "north", "rows": 8' in rows
     model = AutoModelForSequenceClassification.from_pretrained(out)
     assert model.config.id2label == {0: "bad", 1: "good"}
+    assert len(model.config.fedrot["priors"]) == 2
+    assert (out / "tokenizer_config.json").exists()
 
 
 @pytest.mark.long

@@ -57,12 +57,14 @@ def evaluate(message: Message, context: Context) -> Message:
 
 
 def labelled(message: Message, context: Context) -> LabelledRows:
-    """Return what the task head is fitted to, and what chooses it."""
+    """Return what the task head is fitted to, what chooses it, and what reports."""
     site = task.load_site(context.run_config, context.node_config)
     return LabelledRows(
         lambda: task.build_model(context.run_config),
         lambda: list(map(task.on_device, site.training)),
         lambda: list(map(task.on_device, site.held_out)),
+        lambda: list(map(task.on_device, site.test)),
+        name=site.name,
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
+from transformers import AutoTokenizer
 
 from csv_example.task import build_model
 from fedrot.strategies import FedRot, Reporting
@@ -42,4 +43,7 @@ def main(grid: Grid, context: Context) -> None:
         print(f"{name}: {value:.3f}")
     if out:
         model.load_state_dict(result.arrays.to_torch_state_dict())
+        # A site puts its own shares of classes in their place, see site_model.
+        model.config.fedrot = {"priors": strategy.priors}
         model.save_pretrained(out)
+        AutoTokenizer.from_pretrained(str(config["model-name"])).save_pretrained(out)

@@ -55,6 +55,8 @@ def test_the_saved_model_is_the_one_that_was_measured(kind, tmp_path, monkeypatc
         scores = {entry["label"]: entry["score"] for entry in answer}
         losses.append(-log(scores[str(data.label_names[label])]))
     (strategy,) = [name for name in ("fedavg", "head_only") if f"3 · {name}" in printed]
+    priors = saved.get("fedrot", {}).get("priors", [])
+    assert len(priors) == (len(data.label_names) if strategy == "head_only" else 0)
     measured = values(Path("run"))[strategy, 3, 1, "loss"]
     assert sum(losses) / len(losses) == pytest.approx(measured, rel=1e-4)
     run(*line, "--save", "served", code=2, says="Choose another --save")

@@ -11,7 +11,6 @@ import pandas as pd
 from flwr.app import ArrayRecord, ConfigRecord
 from numpy import ndarray
 from numpy.random import default_rng
-from torch import nn
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.data.partition import parse_partition, partition_keys
@@ -149,7 +148,7 @@ class OwnRows:
 def finish_round(
     cell: CellRun,
     server_round: int,
-    model: nn.Module,
+    model: Any,
     priors: Sequence[float] = (),
 ) -> dict[str, float]:
     """Evaluate a round's global model; add and return the metrics.

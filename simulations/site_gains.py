@@ -1,4 +1,4 @@
-"""What strategies give the sites on their own test rows, beside each site alone."""
+"""``SiteGains``: values of the sites' own models, and how much better than alone."""
 
 from __future__ import annotations
 
@@ -109,14 +109,8 @@ def gains_of(frame: DataFrame, experiment: Row) -> SiteGains | None:
         name: paired_difference([*units[name].dropna()], lower_is_better=sign < 0)
         for name in of_sites
     }
-    return SiteGains(
-        metric,
-        sign,
-        alone,
-        values,
-        gains=sign * differences.groupby("site").mean(),
-        of_all=table[f"{GLOBAL}-{metric}"].mean(),
-        against=against,
-        over=f"{seeds} seeds" if seeds > 1 else f"{len(values)} sites",
-        rows=table[TEST_ROWS].min(axis=1).groupby("site").min(),
-    )
+    gains = sign * differences.groupby("site").mean()
+    of_all = table[f"{GLOBAL}-{metric}"].mean()
+    over = f"{seeds} seeds" if seeds > 1 else f"{len(values)} sites"
+    rows = table[TEST_ROWS].min(axis=1).groupby("site").min()
+    return SiteGains(metric, sign, alone, values, gains, of_all, against, over, rows)

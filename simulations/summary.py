@@ -214,7 +214,8 @@ def verdict(run: Run, name: str) -> Verdict | None:
     metrics = sorted(central["metric"].unique(), key=lambda metric: metric == "loss")
     headline = metrics[0]
     beside = "macro_f1" if "accuracy" in metrics else "loss"
-    judged = [*filter(metrics.__contains__, dict.fromkeys([headline, beside, "loss"]))]
+    wanted = dict.fromkeys([headline, beside, "loss"])
+    judged = [metric for metric in wanted if metric in metrics]
     ranking = judged[-1]
     experiment = run.experiments[name]
     standings = []

@@ -40,6 +40,7 @@ class OutputKind(ABC):
         by_class: whether every row belongs to exactly one of the ``counts``.
         moments: of the labels, among the ``counts`` of other kinds.
         has_temperature: whether logits may be divided by a number.
+        has_classes: whether outputs are predicted or not, and have shares of rows.
         largest_loss: the largest loss of a row that counts, also for logits that are
             not finite.
     """
@@ -50,6 +51,7 @@ class OutputKind(ABC):
     by_class = False
     moments = 1
     has_temperature = True
+    has_classes = True
     largest_loss = 1e6
 
     @abstractmethod
@@ -82,6 +84,10 @@ class OutputKind(ABC):
 
         Half a row stands for a class that no row has. A regression has none, ``[0]``.
         """
+
+    @abstractmethod
+    def constant(self, counts: Tensor) -> Tensor:
+        """Return the bias of a head that reads no feature, ``[outputs]``."""
 
     @abstractmethod
     def shift(self, priors: Tensor, counts: Tensor, strength: float) -> Tensor:
@@ -191,6 +197,7 @@ class Numbers(_ValuePerOutput):
     values = "finite"
     moments = 2
     has_temperature = False
+    has_classes = False
     # Without units of the labels, a loss may have any size.
     largest_loss = 1e30
 
@@ -205,6 +212,9 @@ class Numbers(_ValuePerOutput):
 
     def priors(self, counts: Tensor) -> Tensor:
         return counts[:0]
+
+    def constant(self, counts: Tensor) -> Tensor:
+        return counts[1 : 1 + len(counts) // 2] / counts[0]
 
     def shift(self, priors: Tensor, counts: Tensor, strength: float) -> Tensor:
         return counts[1:] / (counts[0] + strength)
@@ -249,6 +259,9 @@ class SeveralLabels(_ValuePerOutput):
         n, labelled = counts[0], counts[1:]
         half = torch.where(self.absent(counts), 0.5, 0.0)
         return (labelled + half) / (n + 2 * half)
+
+    def constant(self, counts: Tensor) -> Tensor:
+        return self.priors(counts).logit()
 
     def shift(self, priors: Tensor, counts: Tensor, strength: float) -> Tensor:
         n, labelled = counts[0], counts[1:]
@@ -336,6 +349,9 @@ class OneClass(OutputKind):
     def priors(self, counts: Tensor) -> Tensor:
         return torch.where(counts > 0, counts, 0.5) / counts.sum()
 
+    def constant(self, counts: Tensor) -> Tensor:
+        return self.priors(counts).log()
+
     def shift(self, priors: Tensor, counts: Tensor, strength: float) -> Tensor:
         return _log_ratios(priors, counts, strength)
 
@@ -408,6 +424,10 @@ class OneClass(OutputKind):
     def predicted(self, logits: Tensor) -> Tensor:
         classes = nn.functional.one_hot(logits.argmax(-1), logits.shape[-1])
         return classes > 0
+
+    def right(self, logits: Tensor, labels: Tensor) -> Tensor:
+        # Without a column for each class: many heads are compared.
+        return logits.argmax(-1) == labels
 
 
 def _log_ratios(priors: Tensor, counts: Tensor, strength: float) -> Tensor:

@@ -24,13 +24,7 @@ from fedrot.task_head.choice import (
 )
 from fedrot.task_head.labelled_rows import labelled_rows
 from fedrot.task_head.losses import TEMPERATURES, TaskHeads, compare_losses
-from fedrot.task_head.outputs import (
-    OUTPUT_KINDS,
-    REGRESSION,
-    SEVERAL,
-    SINGLE,
-    Layer,
-)
+from fedrot.task_head.outputs import OUTPUT_KINDS, Layer
 from fedrot.task_head.site_head import collect_counts, site_shift
 from fedrot.task_head.sums import ClassSums, collect_classes
 from fedrot.task_head.votes import Votes
@@ -98,7 +92,7 @@ def site_figures(
     f1 = (2 * hits / (predicted.sum(1) + by_class))[:, by_class > 0]
     scores = kind.right(logits, labels).double()
     figures = [losses.mean(1), scores.mean(1), f1.mean(1).nan_to_num(0)]
-    if problem_type == REGRESSION:
+    if not kind.has_classes:
         scores = -losses
     trained = counts[len(counts) - len(by_class) :]
     numbers = [[sums.rows, *trained], [len(labels), *by_class]]
@@ -117,15 +111,8 @@ def _fitted_alone(
     It has a bias, also where the layer has none. Rows of one class, or features that do
     not vary, give a constant: the shares of classes, or the mean.
     """
-    name = sums.problem_type
-    priors = sums.kind.priors(sums.counts)
-    outputs = len(sums.absent)
-    bias = {
-        SINGLE: priors.log(),
-        SEVERAL: priors.logit(),
-        REGRESSION: sums.counts[1 : 1 + outputs] / sums.rows,
-    }[name]
-    constant = Candidate("", sums.sums.new_zeros(outputs, sums.sums.shape[1]), bias)
+    bias = sums.kind.constant(sums.counts)
+    constant = Candidate("", sums.sums.new_zeros(len(bias), sums.sums.shape[1]), bias)
     candidates = [constant]
     with suppress(UpdateError):
         candidates = with_fitted_task_heads(constant, sums, SHRINKAGES, bias=True)
@@ -134,7 +121,9 @@ def _fitted_alone(
         layers = [(candidate.weight, candidate.bias) for candidate in candidates]
         weights, biases = map(torch.stack, zip(*layers, strict=True))
         heads = TaskHeads(weights, biases, torch.full((len(layers),), -1))
-        losses = compare_losses([model], held_out, task_head, [heads], name)
+        losses = compare_losses(
+            [model], held_out, task_head, [heads], sums.problem_type
+        )
         votes = Votes([losses], candidates)
         taken = min(candidates, key=votes.at_best)
         temperature = TEMPERATURES[votes.temperature(taken)]

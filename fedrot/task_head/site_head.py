@@ -18,7 +18,6 @@ from fedrot.errors import FedrotError
 from fedrot.task_head.labelled_rows import as_batch, labelled_rows, labels_in
 from fedrot.task_head.outputs import (
     OUTPUT_KINDS,
-    REGRESSION,
     SINGLE,
     Layer,
     outputs_of,
@@ -115,9 +114,9 @@ def _possible(priors: Tensor, counts: Tensor, problem_type: str) -> bool:
     """Return whether priors and counts can be, and are of the same outputs."""
     if priors.ndim != 1 or counts.ndim != 1 or not len(counts):
         return False
-    if problem_type == REGRESSION:
-        return bool(counts.isfinite().all() & (counts[0] >= 0))
     kind = OUTPUT_KINDS[problem_type]
+    if not kind.has_classes:
+        return bool(counts.isfinite().all() & (counts[0] >= 0))
     rows = counts[kind.centres].sum()
     # Comparisons with NaN are false.
     right = ((counts >= 0) & (counts <= rows)).all() & rows.isfinite()
@@ -154,7 +153,7 @@ def collect_counts(
     total = torch.zeros(outputs if kind.by_class else 1 + outputs).double()
     for batch in map(as_batch, batches):
         labels = labels_in(batch)
-        if name != REGRESSION:
+        if kind.has_classes:
             # One class a row, or a row of labels.
             places = labels.shape if kind.by_class else labels.shape[:1]
             shape = (*places, outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -130,16 +131,21 @@ class OwnRows:
         those that it holds out falls.
         """
         cell = self.cell
-        before = tensors_of(model)
-        of_choice = cell.client_rows()
         task = self.task
+        before = tensors_of(model)
+        chooses = cell.strategy.chooses
+        of_choice = cell.client_rows()
+
+        def held_out_loss(client: int) -> float:
+            scores = training.evaluate(model, task, task.train, of_choice[client])
+            return scores["loss"]
+
         for client, rows in self.clients.items():
             load_tensors(model, before)
-            old = training.evaluate(model, task, task.train, of_choice[client])
+            old = held_out_loss(client) if chooses else nan
             stream = (cell.seed * 1_000 + cell.experiment.rounds + 1) * 1_000 + client
             training.train(model, task, rows, stream, epochs, cell.job["lr"])
-            new = training.evaluate(model, task, task.train, of_choice[client])
-            if cell.strategy.chooses and not new["loss"] < old["loss"]:
+            if chooses and not held_out_loss(client) < old:
                 load_tensors(model, before)
             self._measure(model, client, OWN)
         load_tensors(model, before)

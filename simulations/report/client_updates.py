@@ -35,7 +35,7 @@ def rounds_of(client: str, file: Path) -> str:
         last = f"round-{before:06}" if before else "none: take the first model"
         sentence = (
             f"its updates are in rounds {', '.join(map(str, numbers))}, and so in "
-            f"every later model. The last checkpoint without them, if it was kept: "
+            "every later model. The last checkpoint without them, if it was kept: "
             f"{last}."
         )
     else:

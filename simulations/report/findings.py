@@ -85,19 +85,21 @@ def _for_sites(verdict: Verdict) -> list[str]:
     against = sites.against[ours.name]
     advice = JOINING.get(against.verdict, "no interval tells whether to join")
     gains = sites.gains[ours.name].sort_values(ascending=False)
-    named = [
-        f"{site} {number(sites.sign * gain, '+')} ({of_rows(sites.rows[site])})"
-        for site, gain in gains.items()
-    ]
+    named = []
+    for site, gain in gains.items():
+        signed = number(sites.sign * gain, "+")
+        named.append(f"{site} {signed} ({of_rows(sites.rows[site])})")
     headline = verdict.judged[0]
     best = str(sites.gains.mean().fillna(-inf).idxmax())
     over = "" if isnan(against.smallest) else f", 95 % interval over {sites.over}"
+    better = (
+        f"{sites.better(ours.name)} sites are better with {ours.name} than alone, in "
+        f"{metric}: {format_interval(against, '+')}"
+    )
+    on_all = f"{spoken(headline)} {number(ours.mean(headline))}"
     joining = (
-        f"For own rows, {advice}: {sites.better(ours.name)} sites are better with "
-        f"{ours.name} than alone, in {metric}: "
-        f"{format_interval(against, '+')} (mean over sites against "
-        f"{sites.alone}{over}); on all labels {ours.name} has "
-        f"{spoken(headline)} {number(ours.mean(headline))}"
+        f"For own rows, {advice}: {better} (mean over sites against "
+        f"{sites.alone}{over}); on all labels {ours.name} has {on_all}"
     )
     who = (
         f"Who gains by {ours.name}, in {metric} beside alone (test rows; few are below "

@@ -18,7 +18,7 @@ from fedrot.task_head.names import (
     task_head_names,
     task_head_of,
 )
-from fedrot.task_head.outputs import OUTPUT_KINDS, REGRESSION, SEVERAL, problem_type_of
+from fedrot.task_head.outputs import OUTPUT_KINDS, OutputKind, problem_type_of
 from fedrot.task_head.site_head import STRENGTH, collect_counts, site_head
 from fedrot.tensors import Tensors
 
@@ -90,7 +90,7 @@ def site_model(
         raise FedrotError(
             f"The priors are no list of shares: {priors!r:.80}"
         ) from error
-    if not shares.numel() and problem_type != REGRESSION:
+    if not shares.numel() and kind.has_classes:
         raise FedrotError(
             "The shares of classes in the model's bias are not known: give priors=, "
             "from 'fedrot-priors' in the configuration of a request of "
@@ -100,23 +100,23 @@ def site_model(
     if expected is None:
         counts = collect_counts(copy, rows, problem_type)
     else:
-        counts = _EXPECTED * _shares_of(expected, problem_type)
+        counts = _EXPECTED * _shares_of(expected, kind)
     layer = tensors[weight], tensors[bias]
     new = site_head(layer, shares, counts, problem_type)
     loaded(copy, with_task_head(tensors, name, *new))
-    if problem_type != REGRESSION:
+    if kind.has_classes:
         by_class = counts[-len(shares) :] + STRENGTH * shares
         of_site = by_class / (counts[kind.centres].sum() + STRENGTH)
         copy.config.fedrot = {**saved, "priors": of_site.tolist()}
     return copy
 
 
-def _shares_of(expected: Sequence[float], problem_type: str) -> Tensor:
+def _shares_of(expected: Sequence[float], kind: OutputKind) -> Tensor:
     """Return the expected counts of one row."""
     shares = torch.as_tensor(expected).double()
-    if problem_type == SEVERAL:
+    if kind.has_classes and not kind.by_class:
         return nn.functional.pad(shares, (1, 0), value=1.0)
-    if problem_type == REGRESSION or abs(float(shares.sum()) - 1) > 0.01:
+    if not kind.has_classes or abs(float(shares.sum()) - 1) > 0.01:
         raise FedrotError(
             f"The expected shares {expected!r:.80} do not add up to 1, or the model is "
             "a regression, which has no classes: then leave out 'expected'."

@@ -181,22 +181,24 @@ class Clients:
         }
         return RecordDict({**records, "config": ConfigRecord(config)})
 
+    def _request(self, node: int, content: RecordDict) -> Message:
+        """Return a request to a node; the first one asks for names of labels, too."""
+        content = RecordDict({**content})
+        # Asked once, since a client has to build its model for the names.
+        if node not in self.names:
+            asking = {**content.config_records["config"], LABELS: True}
+            content["config"] = ConfigRecord(asking)
+        return Message(content, dst_node_id=node, message_type=MESSAGE_TYPE)
+
     def _ask(
         self, contents: Mapping[int, RecordDict], read: Callable[[int, RecordDict], T]
     ) -> dict[int, T]:
-        requests = []
         unnamed = contents.keys() - self.names.keys()
-        for node in contents:
-            if node in self.without:
-                continue
-            content = RecordDict({**contents[node]})
-            # Asked once, since a client has to build its model for the names.
-            if node in unnamed:
-                asking = {**content.config_records["config"], LABELS: True}
-                content["config"] = ConfigRecord(asking)
-            requests.append(
-                Message(content, dst_node_id=node, message_type=MESSAGE_TYPE)
-            )
+        requests = [
+            self._request(node, content)
+            for node, content in contents.items()
+            if node not in self.without
+        ]
         lazy = self.grid if isinstance(self.grid, LazyGrid) else LazyGrid(self.grid)
         replies = lazy.send_and_receive(requests, timeout=self.timeout)
         asked = Asked(lazy.sent)

@@ -15,7 +15,6 @@ from fedrot.strategies.wire.arrays import array_record, from_arrays
 from fedrot.strategies.wire.fitting_messages import COUNT_CLASSES, COUNTS
 from fedrot.task_head.outputs import (
     OUTPUT_KINDS,
-    REGRESSION,
     OutputKind,
     outputs_of,
     problem_type_of,
@@ -67,7 +66,7 @@ def class_priors(
 def priors_of(clients: Clients, outputs: int) -> list[float]:
     """Return ``class_priors`` of so many outputs."""
     kind = OUTPUT_KINDS[clients.problem_type]
-    if clients.problem_type == REGRESSION:
+    if not kind.has_classes:
         return []
     read = partial(_counts, kind=kind, outputs=outputs)
     answers = clients.ask([*clients.grid.get_node_ids()], COUNT_CLASSES, read)

@@ -169,18 +169,21 @@ class Exchange:
             taken.bias / choice.temperature,
         )
         arrays = ArrayRecord({**body.arrays, **to_arrays(head)})
+        priors = () if taken.priors is None else tuple(taken.priors.tolist())
+        temperature = choice.temperature * taken.divisor
+        change = choice.change
         return FittedTaskHead(
             arrays,
             fitted=taken.fitted,
-            temperature=choice.temperature * taken.divisor,
+            temperature=temperature,
             losses=votes.losses(choice.best),
             rows=float(votes.rows.sum()),
             clients=len(votes.weights),
             share=taken.share,
             shrinkage=taken.shrinkage,
-            change=choice.change.decisive,
-            error=choice.change.error,
-            priors=() if taken.priors is None else tuple(taken.priors.tolist()),
+            change=change.decisive,
+            error=change.error,
+            priors=priors,
         )
 
     def _sums(self, body: Body, bodies: Iterable[Body]) -> Groups:

@@ -33,7 +33,7 @@ from fedrot.strategies.wire.fitting_messages import (
     WITHHELD,
 )
 from fedrot.strategies.wire.label_names import wanted_names
-from fedrot.task_head.outputs import OUTPUT_KINDS, REGRESSION
+from fedrot.task_head.outputs import OUTPUT_KINDS
 
 #: Whose figures a site reports: of the head that it fits alone, of the head of all, and
 #: of its own.
@@ -179,13 +179,14 @@ def reported(
         priors = priors_of(clients, outputs)
     shares = torch.as_tensor(priors, dtype=torch.float64)
     sent = {"weight": head.weight, "bias": head.bias, "priors": shares}
-    labels = 0 if clients.problem_type == REGRESSION else outputs
+    kind = OUTPUT_KINDS[clients.problem_type]
+    labels, largest = (outputs, 1.0) if kind.has_classes else (0, kind.largest_loss)
     answers = clients.ask_about(
         # A model that nobody has trained is the first one.
         [before, after] if before.key != after.key else [after],
         [*clients.grid.get_node_ids()],
         REPORT,
-        partial(_read, labels=labels),
+        partial(_read, labels=labels, largest=largest),
         {f"{TASK_HEADS}-0": to_arrays(sent)},
     )
     known = wanted_names(clients.described, clients.names)
@@ -206,8 +207,12 @@ def reported(
     return Sites(NAMES[labels > 0], rows, len(answers) - len(rows))
 
 
-def _read(node: int, content: RecordDict, labels: int) -> Row | None:
+def _read(node: int, content: RecordDict, labels: int, largest: float) -> Row | None:
     """Return a site's row, its classes without names; None if it is withheld.
+
+    Args:
+        labels: number of classes or labels.
+        largest: of the figures by which sites are compared.
 
     Raises:
         UpdateError: figures are not in their range.
@@ -220,7 +225,6 @@ def _read(node: int, content: RecordDict, labels: int) -> Row | None:
     if shapes_of(sent) != expected:
         raise UpdateError(f"The figures are {shapes_of(sent)}, not {expected}.")
     heads, gain, rows = (sent[name].double() for name in expected)
-    largest = 1.0 if labels else OUTPUT_KINDS[REGRESSION].largest_loss
     fits = [
         are_counts(rows) & (rows <= rows[:, :1]) & (rows[1, 0] > 0),
         (heads >= 0) & heads.isfinite(),

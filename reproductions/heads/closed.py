@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fedrot.task_head.choice import Candidate, with_fitted_task_heads
 from fedrot.task_head.sums import ClassSums
 
 RIDGES = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -56,6 +57,14 @@ def from_means(
     return ClassSums(
         total, sums.sum(0), total.sum() * covariance + means.mT @ sums.sum(0)
     )
+
+
+def of_fedrot(total: ClassSums, shrinkages: Sequence[float]) -> Head:
+    """Return fedrot's heads of all shrinkages, with logits of bounded size."""
+    like = Candidate("", total.sums, total.counts)
+    fitted = with_fitted_task_heads(like, total, shrinkages, bias=True)
+    weights = torch.stack([candidate.weight for candidate in fitted])
+    return weights, torch.stack([candidate.bias for candidate in fitted])
 
 
 def ridge(total: ClassSums) -> Head:

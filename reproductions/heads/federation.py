@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from fedrot.simulations.tasks.scores import evaluate_predictions
 from fedrot.task_head.choice import SHRINKAGES
-from fedrot.task_head.fit import fitted_task_heads
 from fedrot.task_head.sums import ClassSums
 from reproductions.heads import closed
 from reproductions.heads.arms import Arm
@@ -181,7 +180,7 @@ class Federation:
             return closed.ridge(total)
         # On frozen features fedrot's heads are GH-OFL's (arXiv 2602.01186), with
         # fedrot's shrinkage.
-        return fitted_task_heads(total, SHRINKAGES)
+        return closed.of_fedrot(total, SHRINKAGES)
 
     def _probed(self, features: Tensor) -> closed.Head:
         """Return LP-FT's probes (Kumar et al., ICLR 2022) by rate: FedAvg of heads,

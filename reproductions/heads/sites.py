@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from fedrot.errors import UpdateError
 from fedrot.task_head.choice import REFERENCE, SHRINKAGES
-from fedrot.task_head.fit import fitted_task_heads
 from fedrot.task_head.losses import TEMPERATURES
 from fedrot.task_head.outputs import OUTPUT_KINDS, SINGLE
 from fedrot.task_head.site_head import site_shift
@@ -197,7 +196,7 @@ class Sites:
         logits = []
         for site, constant in enumerate(self.constant()):
             try:
-                heads = fitted_task_heads(self.sums(features, site), SHRINKAGES)
+                heads = closed.of_fedrot(self.sums(features, site), SHRINKAGES)
             except UpdateError:  # rows of one class
                 logits.append(constant)
                 continue
@@ -247,7 +246,7 @@ class Sites:
         for site in range(CLIENTS):
             of_site = self.sums(features, site)
             mixtures = [_mixture(of_site, total, share) for share in MIXTURES]
-            heads = [fitted_task_heads(mixture, [shrinkage]) for mixture in mixtures]
+            heads = [closed.of_fedrot(mixture, [shrinkage]) for mixture in mixtures]
             weights, biases = map(torch.cat, zip(*heads, strict=True))
             scaled = weights / temperature, biases / temperature
             chosen.append(self.chosen(features, site, scaled, (1.0,), 0))
@@ -259,7 +258,7 @@ class Sites:
         labels = self.federation.labels[held]
         tried = []
         for shrinkage in SHRINKAGES:
-            heads = fitted_task_heads(total, [shrinkage])
+            heads = closed.of_fedrot(total, [shrinkage])
             (weight, _), losses = closed.calibrated(features[held], labels, heads)
             # The head that is returned has been divided by its temperature.
             temperature = float(heads[0].norm() / weight.norm())

@@ -30,6 +30,9 @@ SETS = {
         [],
     ),
 }
+#: Of the cell "corpora": each corpus is two clients, with its rows of these classes.
+CORPORA = ("dair_emotion", "isear", "crowdflower", "goemotions")
+EMOTIONS = ["anger", "fear", "joy", "sadness"]
 
 
 class Cell:
@@ -41,12 +44,21 @@ class Cell:
             classes.
         client: the client of each of the first rows; the others are test rows.
         seed: of the division, the batches and the first head.
+        corpus: of each row.
         training, held_out, test: numbers of rows.
         counts: training rows by client and class, ``[clients, classes]``.
     """
 
-    def __init__(self, ids: Array, labels: Array, client: Array, seed: int) -> None:
+    def __init__(
+        self,
+        ids: Array,
+        labels: Array,
+        client: Array,
+        seed: int,
+        corpus: Array | None = None,
+    ) -> None:
         self.ids, self.labels, self.client, self.seed = ids, labels, client, seed
+        self.corpus = np.zeros_like(labels) if corpus is None else corpus
         rng, rows = np.random.default_rng([seed, 1]), np.arange(len(client))
         mixed = [rng.permutation(rows[client == number]) for number in range(CLIENTS)]
         self.held_out = np.sort(
@@ -94,19 +106,51 @@ def load(name: str, skew: float, seed: int, folder: Path, tokenizer: Path) -> Ce
     """Return a cell of the data card's Parquet files; all seeds have the same test
     rows.
     """
-    from tokenizers import Tokenizer
-
+    if name == "corpora":
+        return _load_corpora(seed, folder / "emotion", tokenizer)
     train_file, test_file, column, splits = SETS[name]
     texts, labels = _read(folder / f"{train_file}.parquet", column, ["train"])
     test, test_labels = _read(folder / f"{test_file}.parquet", column, splits)
     rows = np.random.default_rng([seed, 0]).choice(len(texts), ROWS, replace=False)
     chosen = np.random.default_rng(0).permutation(len(test))[:TEST_ROWS]
+    ids = _encoded([*texts[rows], *test[chosen]], tokenizer)
+    every = np.concatenate([labels[rows], test_labels[chosen]])
+    return Cell(ids, every, divided(labels[rows], skew, seed), seed)
+
+
+def _load_corpora(seed: int, folder: Path, tokenizer: Path) -> Cell:
+    """Return a cell whose clients have rows of different corpora."""
+    import pandas
+
+    size = ROWS // len(CORPORA)
+    training = []
+    test = []
+    for name in CORPORA:
+        table = pandas.read_parquet(folder / f"{name}.parquet")
+        single = table.select_dtypes("bool").sum(axis=1) == 1
+        table = table[single & table[EMOTIONS].any(axis=1)]
+        in_training = table["split"] == "train"
+        training.append(table[in_training].sample(size, random_state=seed))
+        tested = table[~in_training].sample(TEST_ROWS // len(CORPORA), random_state=0)
+        test.append(tested)
+    every = pandas.concat(training + test)
+    ids = _encoded([*every["text"]], tokenizer)
+    labels = every[EMOTIONS].to_numpy().argmax(1)
+    sizes = [len(table) for table in training + test]
+    corpus = np.repeat([*range(len(CORPORA))] * 2, sizes)
+    rows = np.arange(ROWS)
+    client = 2 * corpus[:ROWS] + rows % 2
+    return Cell(ids, labels, client, seed, corpus)
+
+
+def _encoded(texts: list[str], tokenizer: Path) -> Array:
+    """Return the token numbers of texts, ``[rows, LENGTH]``."""
+    from tokenizers import Tokenizer
+
     reader = Tokenizer.from_file(str(tokenizer))
     reader.enable_truncation(LENGTH)
     reader.enable_padding(length=LENGTH)
-    ids = [row.ids for row in reader.encode_batch([*texts[rows], *test[chosen]])]
-    every = np.concatenate([labels[rows], test_labels[chosen]])
-    return Cell(np.array(ids), every, divided(labels[rows], skew, seed), seed)
+    return np.array([row.ids for row in reader.encode_batch(texts)])
 
 
 def _read(path: Path, column: str, splits: list[str]) -> tuple[npt.NDArray[Any], Array]:

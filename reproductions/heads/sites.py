@@ -393,13 +393,18 @@ def own_weights(cell: Cell) -> Tensor:
     """Return the weight of each test row for each site, ``[sites, rows]``.
 
     A row of class ``c`` has the site's share of ``c`` among all its rows, divided by
-    the number of test rows of ``c``. Rows of a site sum to 1.
+    the number of test rows of ``c``. Only test rows of a site's corpus count. Rows of
+    a site sum to 1.
     """
     counts = torch.from_numpy(cell.counted(np.arange(len(cell.client)))).double()
     labels = torch.from_numpy(cell.labels[cell.test])
-    tested = torch.bincount(labels, minlength=cell.classes)
-    counts[:, tested == 0] = 0
-    weights = (counts / tested.clamp(min=1))[:, labels]
+    # A site has rows of one corpus.
+    home = dict(zip(cell.client.tolist(), cell.corpus.tolist(), strict=False))
+    tested_at = [cell.corpus[cell.test] == home[site] for site in range(CLIENTS)]
+    counted = torch.from_numpy(np.stack(tested_at)).double()
+    tested = counted @ functional.one_hot(labels, cell.classes).double()
+    counts[tested == 0] = 0
+    weights = counted * (counts / tested.clamp(min=1))[:, labels]
     return weights / weights.sum(1, keepdim=True)
 
 

@@ -38,6 +38,18 @@ def test_weights_of_test_rows_are_shares_of_a_site(world):
             assert share == pytest.approx((labels == c).mean())
 
 
+def test_only_test_rows_of_its_corpus_count_for_a_site(world):
+    cell = world.cell
+    cell.corpus = np.concatenate([cell.client % 2, np.arange(len(cell.test)) % 2])
+    weights = sites.own_weights(cell).numpy()
+    assert weights.sum(1) == pytest.approx(1)
+    for site in range(CLIENTS):
+        of_corpus = cell.corpus[cell.test] == site % 2
+        assert not weights[site][~of_corpus].any()
+        labels = cell.labels[cell.test][of_corpus & (weights[site] > 0)]
+        assert set(labels) <= set(cell.labels[: len(cell.client)][cell.client == site])
+
+
 def test_measures_are_those_of_a_loop_over_rows(world):
     cell = world.cell
     generator = torch.Generator().manual_seed(0)

@@ -271,6 +271,22 @@ def test_all_run_unchanged_on_a_superlink_with_two_supernodes(
     assert rows_of_sites(log) == {"site 0": 8, "site 1": 4}, log
 
 
+@pytest.mark.long
+def test_three_supernodes_have_a_row_each_and_a_line_in_the_report(
+    run, toy, sites, tmp_path
+):
+    out = tmp_path / "out"
+    run.serve([*sites, sites[0]])
+    settings = f'{model_of(toy)} labels="bad,good" num-server-rounds=1 out="{out}"'
+    log = run.deployed(OWN, settings)
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    tested = {row["site"]: row["rows"] for row in rows if row.get("stage") == "site"}
+    assert tested == {"site 0": 8, "site 1": 4, "site 2": 8}, log
+    run.run("report", f"fedrot report {out / 'rows.jsonl'}")
+    page = (out / "rows.html").read_text(encoding="utf-8")
+    assert all(site in page for site in tested)
+
+
 def model_of(settings):
     """Return the setting of the model's name."""
     return next(part for part in settings.split() if part.startswith("model-name"))

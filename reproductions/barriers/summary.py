@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
-from fedrot.simulations.paired import paired_difference
+from fedrot.simulations.comparison.paired import paired_difference
 from fedrot.simulations.report.tables import Table, format_interval, number
 from reproductions.barriers.line import BarrierLine
 from reproductions.barriers.methods import METHODS, VANILLA

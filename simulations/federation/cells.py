@@ -16,6 +16,7 @@ from flwr.serverapp import Grid
 from fedrot.aggregation import aggregation_named
 from fedrot.lora import AdapterOptions
 from fedrot.options import AlignmentOptions
+from fedrot.simulations.comparison.summary import OF_CLIENT
 from fedrot.simulations.federation.cell_run import CellRun
 from fedrot.simulations.federation.grids import OrderedGrid
 from fedrot.simulations.federation.own_rows import OwnRows, finish_round
@@ -24,7 +25,6 @@ from fedrot.simulations.models import (
     tensors_of,
 )
 from fedrot.simulations.run_folder import Cell, read_rows
-from fedrot.simulations.summary import OF_CLIENT
 from fedrot.simulations.tasks import training
 from fedrot.strategies import (
     FedRot,

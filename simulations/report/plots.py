@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from fedrot.errors import legible
-from fedrot.simulations.paired import LOWER_IS_BETTER, paired_difference
+from fedrot.simulations.comparison.paired import LOWER_IS_BETTER, paired_difference
+from fedrot.simulations.comparison.summary import CENTRAL, Verdict
 from fedrot.simulations.report.tables import number, spoken
 from fedrot.simulations.run_folder import FIELDS, Row
-from fedrot.simulations.summary import CENTRAL, Verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple, TypeAlias
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from fedrot.distances import Shares, shares_by
-from fedrot.simulations.paired import Paired
+from fedrot.simulations.comparison.paired import Paired
+from fedrot.simulations.comparison.site_gains import FEW_ROWS, SiteGains
+from fedrot.simulations.comparison.summary import Verdict, span
 from fedrot.simulations.run_folder import Row
-from fedrot.simulations.site_gains import FEW_ROWS, SiteGains
-from fedrot.simulations.summary import Verdict, span
 from fedrot.symmetry import NO_LAYER
 
 #: A column of names is at least as wide as its names, up to this number of characters.

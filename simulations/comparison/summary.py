@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedrot.simulations.paired import LOWER_IS_BETTER, Paired, paired_difference
+from fedrot.simulations.comparison.paired import (
+    LOWER_IS_BETTER,
+    Paired,
+    paired_difference,
+)
+from fedrot.simulations.comparison.site_gains import SiteGains, gains_of
 from fedrot.simulations.run_folder import FIELDS, Row, Run
-from fedrot.simulations.site_gains import SiteGains, gains_of
 from fedrot.strategies.reporting.verdict import HEAD_FAILED
 
 if TYPE_CHECKING:

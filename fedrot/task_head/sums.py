@@ -161,7 +161,7 @@ class ClassSums:
         counts = arrays["counts"]
         sums = arrays["sums"].double()
         means = class_means(counts[kind.centres], sums[kind.centres])
-        between = means.mT @ (means * counts[kind.centres].unsqueeze(1))
+        between = means.mT @ sums[kind.centres]
         sums[kind.others] += torch.outer(counts[kind.others], means[0])
         gram = from_triangle(arrays["scatter"].double(), inputs, between)
         return cls(counts, sums, gram, problem_type)
@@ -217,9 +217,8 @@ class ClassSums:
 
         float64 ``[inputs, inputs]``.
         """
-        means = self.means()
-        counts = self.counts[self.kind.centres]
-        return (self.gram - means.mT @ (means * counts.unsqueeze(1))) / self.rows
+        between = self.means().mT @ self.sums[self.kind.centres]
+        return (self.gram - between) / self.rows
 
 
 def unlike(value: Tensor, shape: Shape) -> str:

@@ -7,7 +7,7 @@ import io
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,7 +39,7 @@ LOGARITHMIC = frozenset({"perplexity", "pseudo_perplexity"})
 #: Largest number of characters of a name in a picture.
 LONGEST = 32
 #: Rounds and values of metrics by name.
-Series: TypeAlias = Mapping[str, Sequence[tuple[int, float]]]
+Series = Mapping[str, Sequence[tuple[int, float]]]
 #: Width in inches of a picture that can be read on a phone.
 NARROW = 4.4
 

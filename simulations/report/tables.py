@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
 from operator import itemgetter
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
@@ -193,7 +193,7 @@ class TableCell(NamedTuple):
 #: The part, layer and round of a row of alignment.
 _place = itemgetter("part", "layer", "round")
 #: The names of columns; and the names of lines with their cells, empty ones are None.
-Grid: TypeAlias = tuple[Sequence[object], Mapping[str, Sequence[TableCell | None]]]
+Grid = tuple[Sequence[object], Mapping[str, Sequence[TableCell | None]]]
 
 
 def clients_grid(

@@ -218,8 +218,7 @@ def verdict(run: Run, name: str) -> Verdict | None:
     metrics = sorted(central["metric"].unique(), key=lambda metric: metric == "loss")
     headline = metrics[0]
     beside = "macro_f1" if "accuracy" in metrics else "loss"
-    wanted = dict.fromkeys([headline, beside, "loss"])
-    judged = [metric for metric in wanted if metric in metrics]
+    judged = [metric for metric in metrics if metric in (headline, beside, "loss")]
     ranking = judged[-1]
     experiment = run.experiments[name]
     standings = []

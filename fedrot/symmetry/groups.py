@@ -257,7 +257,8 @@ class Symmetry:
     @property
     def changed_together(self) -> list[set[str]]:
         """The sets of tensors that the canonical form changes together."""
-        return [item.tensors for item in (*self.redundant_biases, *self.folds)]
+        folds = [fold.tensors for fold in self.folds]
+        return [redundant.tensors for redundant in self.redundant_biases] + folds
 
     def around(self, names: Collection[str]) -> Symmetry:
         """Return the symmetry, without groups, for the canonical form of some tensors.

@@ -254,7 +254,7 @@ class _Run:
             self._fail(cell, result.failure)
             return
         self.folder.add(cell, result.rows, result.alignment, result.log)
-        texts = []
+        texts: list[str] = []
         for row in result.rows:
             if row["scope"] != CENTRAL or row["round"] != cell.experiment.rounds:
                 continue

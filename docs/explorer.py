@@ -13,13 +13,13 @@ from typing import Any
 
 from pandas import DataFrame, concat, read_parquet
 
-from fedrot.simulations.report.tables import NONE, format_difference, format_interval
-from fedrot.simulations.summary import (
+from fedrot.simulations.comparison.summary import (
     CENTRAL,
     LOWER_IS_BETTER,
     OF_CLIENT,
     paired_difference,
 )
+from fedrot.simulations.report.tables import NONE, format_difference, format_interval
 
 RESULTS = Path(__file__).parent / "results"
 #: Pages with rows of several rounds or strategies, and the folders of their rows.

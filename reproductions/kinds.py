@@ -15,13 +15,13 @@ from torch import nn
 
 from fedrot.lora import load_adapter, train_only
 from fedrot.options import AlignmentOptions
+from fedrot.simulations.comparison.summary import BOUNDS
 from fedrot.simulations.federation.cell_run import CellRun
 from fedrot.simulations.federation.cells import RUNS, CellStrategy, run_federated
 from fedrot.simulations.federation.own_rows import finish_round
 from fedrot.simulations.models import LOADERS, model_config, tensors_of
 from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.strategy import KINDS, NAMED, Strategy, refuse_unread
-from fedrot.simulations.summary import BOUNDS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.task_registry import TASKS, named_tasks
 from fedrot.strategies import FedRot

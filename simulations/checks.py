@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from fedrot.errors import FedrotError
+from fedrot.simulations.comparison.summary import notes_of, span
 from fedrot.simulations.data.class_remarks import UNTESTED, class_remarks, look_alike
 from fedrot.simulations.data.read import listed
 from fedrot.simulations.engine import Machine
@@ -24,7 +25,6 @@ from fedrot.simulations.federation.cells import strategy_of
 from fedrot.simulations.models import build_model, tensors_of
 from fedrot.simulations.run_folder import Cell, Row
 from fedrot.simulations.strategy import NAMED, Strategy
-from fedrot.simulations.summary import notes_of, span
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.fitting.result import FEW

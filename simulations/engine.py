@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeAlias
+from typing import Any
 
 from fedrot.errors import FedrotError
 from fedrot.simulations.environment import PLUGINS
@@ -30,7 +30,7 @@ from fedrot.simulations.environment import PLUGINS
 PAUSE = 0.5
 
 #: Receives the messages of a job while it runs: small picklable objects.
-Tell: TypeAlias = Callable[[Any], None]
+Tell = Callable[[Any], None]
 
 
 @dataclass(frozen=True)

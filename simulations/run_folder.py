@@ -17,7 +17,7 @@ from datetime import date
 from importlib.metadata import distributions
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fedrot.simulations.strategy import Strategy
 
 #: A row of results or of alignment, or a table of ``config.json``.
-Row: TypeAlias = dict[str, Any]
+Row = dict[str, Any]
 
 #: The keys of ``config.json`` and the types of their values, which are those of
 #: ``Run``.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 #: Options and other values by name.
 Settings = Mapping[str, Any]
 #: What the labels of a row are: one class, several labels, or a score.
-Kind: TypeAlias = Literal["single", "multi", "regression"]
+Kind = Literal["single", "multi", "regression"]
 
 
 def names_in(text: str, is_name: Callable[[str], bool] = lambda _: False) -> list[str]:
@@ -20,7 +20,7 @@ def names_in(text: str, is_name: Callable[[str], bool] = lambda _: False) -> lis
 
     Names that ``is_name`` knows may have commas; the longest is taken.
     """
-    names: list[str] = []
+    names = []
     parts = text.split(",")
     while parts:
         size = len(parts)

@@ -33,6 +33,7 @@ from fedrot.simulations.checks import (
     range_in_words,
     with_clients,
 )
+from fedrot.simulations.comparison.summary import CENTRAL, verdict
 from fedrot.simulations.engine import Ended, Job, Machine, Tell, run_jobs
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.cells import run_cell
@@ -49,7 +50,6 @@ from fedrot.simulations.run_folder import (
     only_writer,
     read_run,
 )
-from fedrot.simulations.summary import CENTRAL, verdict
 from fedrot.simulations.tasks import training
 from fedrot.strategies.reporting.verdict import HEAD_FAILED
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine

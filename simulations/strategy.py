@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Mapping
 from importlib import resources
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,12 +13,11 @@ from fedrot.simulations.scenario import Settings, data_names
 
 if TYPE_CHECKING:
     from fedrot.aggregation.registry import AggregationEntry
-    from fedrot.options import AlignmentOptions
     from fedrot.simulations.scenario import Scenario
 
 
 #: Arguments of a class, or fields of a table, by name.
-Fields: TypeAlias = dict[str, Any]
+Fields = dict[str, Any]
 
 #: Fields that do not go with adapters.
 _WITHOUT_ADAPTERS = {"alignment", "other_basis", "aggregation", "guard"}
@@ -95,16 +94,6 @@ class Strategy(BaseModel):
     def entry(self) -> AggregationEntry | None:
         """The registered aggregation, None if there is none of this name."""
         return _aggregations().get(self.aggregation_arguments.get("name"))
-
-    @property
-    def options_of_alignment(self) -> AlignmentOptions | None:
-        """``alignment`` as options; None without alignment."""
-        from fedrot.options import AlignmentOptions
-
-        if self.alignment is False:
-            return None
-        fields = self.alignment if isinstance(self.alignment, dict) else {}
-        return AlignmentOptions(**fields)
 
     def check(self, experiment: Scenario) -> None:
         """Raise ``ValueError`` if the strategy does not go with an experiment.

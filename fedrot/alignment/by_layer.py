@@ -71,7 +71,7 @@ def parts_of(
         key = group.layer if group.layer >= 0 else group.name
         layers[key].update(slot.tensor for slot in group.slots)
     joined: list[Names] = []
-    for names in (*layers.values(), *_changed_together(symmetry)):
+    for names in (*layers.values(), *symmetry.changed_together):
         touching = [other for other in joined if other & names]
         joined = [other for other in joined if not other & names]
         joined.append(names.union(*touching))
@@ -87,13 +87,6 @@ def parts_of(
         inside = tuple(group for group in groups if group.slots[0].tensor in names)
         parts.append(symmetry.restricted(names, inside))
     return tuple(parts)
-
-
-def _changed_together(symmetry: Symmetry) -> list[Names]:
-    """Return the sets of tensors that the canonical form changes together."""
-    return [redundant.tensors for redundant in symmetry.redundant_biases] + [
-        fold.tensors for fold in symmetry.folds
-    ]
 
 
 def _size(names: Iterable[str], sizes: Mapping[str, int]) -> int:
@@ -236,7 +229,7 @@ def moved_by_layer(
     moving = {slot.tensor for group in options.groups(symmetry) for slot in group.slots}
     changed = moving
     if options.for_model(symmetry).canonical:
-        changed = moving.union(*_changed_together(symmetry))
+        changed = moving.union(*symmetry.changed_together)
     # Masks of trained rows follow moves; the canonical form does not change them.
     if any(
         (moving if kind == TRAINED else changed) & by_name.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import fmean
 
 #: A report mentions the share that a sum lost if it is larger than this.
 SHOWN = 0.001
@@ -36,18 +37,18 @@ class AdapterReport:
     @property
     def mean_error(self) -> float:
         """The mean of ``error`` over the modules."""
-        return sum(self.error.values()) / len(self.error)
+        return fmean(self.error.values())
 
     @property
     def mean_lost(self) -> float:
         """The mean of ``lost`` over the modules."""
-        return sum(self.lost.values()) / len(self.lost)
+        return fmean(self.lost.values())
 
     @property
     def mean_error_of_factors(self) -> float | None:
         """The mean of ``error_of_factors`` over the modules in which it is known."""
         known = [error for error in self.error_of_factors.values() if error is not None]
-        return sum(known) / len(known) if known else None
+        return fmean(known) if known else None
 
     def __str__(self) -> str:
         differ = sum(error is None for error in self.error_of_factors.values())

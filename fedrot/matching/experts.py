@@ -89,8 +89,7 @@ def match_experts(
     routed = row_distances(router)
     if certified(routed, bound) and _in_place(neurons, distances, problem):
         return Match(None, before, before, certified=routed)
-    products = [(a @ c.mT).double() for a, c in router]
-    scores = torch.stack(products).sum(0).cpu()
+    scores = summed((a @ c.mT).double() for a, c in router).cpu()
     element, gain = _best_order(_pool(neurons, problem), scores)
     return match_by(group, blocks, before, element, gain)
 

@@ -74,12 +74,9 @@ class Inside:
 
         ``R`` are the best elements.
         """
-        evidence = self.factor * self.solver.similarity(self.action, self.keys)
+        evidence = self.in_place()
         if self.queries:
             evidence = evidence + self.solver.similarity(self.action, self.queries)
-        if self.extra is not None:
-            cross = diagonal_blocks(self.extra, self.action.dim)
-            evidence = evidence + self.solver.of_cross(self.action, cross)
         return float(self.solver.worth(self.action, evidence, options).sum())
 
     def best(
@@ -105,15 +102,11 @@ class Inside:
 
     def in_place(self) -> Tensor:
         """Return the evidence of key heads in their places, ``[heads, ...]``."""
-        shape = (self.action.heads, self.action.dim)
-        products = (
-            torch.bmm(a.unflatten(0, shape), c.unflatten(0, shape).mT)
-            for a, c in self.keys
-        )
-        cross = summed(self.factor * product.double() for product in products)
+        evidence = self.factor * self.solver.similarity(self.action, self.keys)
         if self.extra is not None:
-            cross = cross + diagonal_blocks(self.extra, self.action.dim)
-        return self.solver.of_cross(self.action, cross)
+            cross = diagonal_blocks(self.extra, self.action.dim)
+            evidence = evidence + self.solver.of_cross(self.action, cross)
+        return evidence
 
     def of_queries(
         self,

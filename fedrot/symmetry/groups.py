@@ -254,19 +254,23 @@ class Symmetry:
             reader.weight for fold in self.folds for reader in fold.readers
         )
 
+    @property
+    def changed_together(self) -> list[set[str]]:
+        """The sets of tensors that the canonical form changes together."""
+        folds = [fold.tensors for fold in self.folds]
+        return [redundant.tensors for redundant in self.redundant_biases] + folds
+
     def around(self, names: Collection[str]) -> Symmetry:
         """Return the symmetry, without groups, for the canonical form of some tensors.
 
         Its ``shapes`` are these tensors, and the tensors that folds and redundant
         biases connect to them.
         """
-        connections = [fold.tensors for fold in self.folds]
-        connections += [redundant.tensors for redundant in self.redundant_biases]
         chosen = {*names}
         size = -1
         while len(chosen) != size:
             size = len(chosen)
-            for connected in connections:
+            for connected in self.changed_together:
                 if connected & chosen:
                     chosen |= connected
         return self.restricted(chosen)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fedrot.task_head.covariance import class_means
 from fedrot.task_head.fit import fitted_task_heads
-from fedrot.task_head.losses import TEMPERATURES
-from fedrot.task_head.sums import ClassSums, class_means
+from fedrot.task_head.losses import TEMPERATURES, TaskHeads, compare_losses
+from fedrot.task_head.sums import ClassSums
 from fedrot.task_head.votes import Change, Votes
+from fedrot.tensors import Tensors
 
 #: Shrinkages of the covariance among which held-out rows choose.
 SHRINKAGES = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
@@ -101,13 +104,33 @@ def keep_absent(
         like: one for each candidate, or one for all.
         absent: bool ``[outputs]``.
     """
-    others = like if len(like) == len(candidates) else [*like] * len(candidates)
-    for candidate, other in zip(candidates, others, strict=True):
+    for candidate, other in zip(candidates, cycle(like), strict=False):
         candidate.weight[absent] = other.weight[absent].to(candidate.weight)
         candidate.bias[absent] = other.bias[absent].to(candidate.bias)
         shares, before = candidate.priors, other.priors
         if shares is not None and before is not None and bool(absent.any()):
             shares[absent] = before[absent]
+
+
+def votes_on(
+    candidates: Sequence[Candidate[B]],
+    model: nn.Module,
+    held_out: Sequence[Tensors],
+    task_head: str,
+    sums: ClassSums,
+) -> Votes:
+    """Return the votes of one client on heads of its model; the first is the old one.
+
+    Losses of a regression are in the units of the labels in ``sums``.
+    """
+    heads = TaskHeads(
+        torch.stack([candidate.weight for candidate in candidates]),
+        torch.stack([candidate.bias for candidate in candidates]),
+        torch.full((len(candidates),), -1),
+        sums.kind.units(sums.counts),
+    )
+    losses = compare_losses([model], held_out, task_head, [heads], sums.problem_type)
+    return Votes([losses], candidates)
 
 
 @dataclass(frozen=True, eq=False)

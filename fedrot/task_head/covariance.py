@@ -18,6 +18,11 @@ ROUNDING32 = 1e-3
 _ONE = torch.ones((), dtype=torch.float64)
 
 
+def class_means(counts: Tensor, sums: Tensor) -> Tensor:
+    """Return the means of classes, 0 for classes without rows."""
+    return sums / torch.where(counts > 0, counts, 1.0).unsqueeze(1)
+
+
 @dataclass(frozen=True, eq=False)
 class ShrunkCovariance:
     """A covariance ``S`` of features, shrunk to ``S_a = (1 - a) S + a t D``.

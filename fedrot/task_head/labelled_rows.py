@@ -105,11 +105,11 @@ def as_batch(batch: object) -> Tensors:
             f"A batch is a {type(batch).__name__}; give keyword arguments of forward, "
             "like {'input_ids': ..., 'labels': ...}."
         )
-    labels = batch.get("labels")
+    if "labels" not in batch:
+        return batch
+    labels = batch["labels"]
     try:
-        return (
-            {**batch, "labels": torch.as_tensor(labels)} if "labels" in batch else batch
-        )
+        return {**batch, "labels": torch.as_tensor(labels)}
     except Exception as error:
         raise FedrotError(
             f"The labels of a batch are {labels!r:.60}. Give a tensor, an array or a "

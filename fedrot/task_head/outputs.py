@@ -18,6 +18,7 @@ from fedrot.task_head.covariance import (
     ROUNDING32,
     ShrunkCovariance,
     check_regular,
+    class_means,
 )
 
 SINGLE = "single_label_classification"
@@ -238,7 +239,7 @@ class Numbers(_ValuePerOutput):
         first = slice(len(counts) // 2 + 1)
         products = self._centred(counts[first], sums[first]) / counts[0]
         weight = (1 - covariance.shrinkage) * covariance.solve(products)
-        return weight, counts[first][1:] / counts[0] - weight @ (sums[0] / counts[0])
+        return weight, self.constant(counts) - weight @ (sums[0] / counts[0])
 
     def loss(self, logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
         return (logits - labels).square().sum(-1)
@@ -301,11 +302,11 @@ class SeveralLabels(_ValuePerOutput):
         priors: Tensor | None,
     ) -> Layer:
         n, labelled = counts[0], counts[1:]
-        varies = (labelled > 0) & (labelled < n)
+        varies = ~self.absent(counts)
         centred = self._centred(counts, sums).where(varies.unsqueeze(1), 0.0)
         # A label that does not vary gets weights 0; n / 2 avoids a division by 0.
         with_label = torch.where(varies, labelled, n / 2)
-        without = torch.where(varies, n - labelled, n / 2)
+        without = n - with_label
         up = (1 / with_label).unsqueeze(1) * centred
         down = (1 / -without).unsqueeze(1) * centred
         # The covariance of all rows is that inside the two classes and this times
@@ -403,7 +404,7 @@ class OneClass(OutputKind):
         n = counts.sum()
         shares = counts / n
         mean = sums.sum(0) / n
-        means = sums / torch.where(present, counts, 1.0).unsqueeze(1)
+        means = class_means(counts, sums)
         weight = covariance.solve(means - mean)
         expected = shares if priors is None else priors / priors[present].sum()
         log_priors = torch.where(present, expected, 1.0).log()

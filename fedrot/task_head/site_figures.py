@@ -20,14 +20,14 @@ from fedrot.task_head.choice import (
     SHRINKAGES,
     Candidate,
     reference_among,
+    votes_on,
     with_fitted_task_heads,
 )
 from fedrot.task_head.labelled_rows import labelled_rows
-from fedrot.task_head.losses import TEMPERATURES, TaskHeads, compare_losses
+from fedrot.task_head.losses import TEMPERATURES
 from fedrot.task_head.outputs import OUTPUT_KINDS, Layer
 from fedrot.task_head.site_head import collect_counts, site_shift
 from fedrot.task_head.sums import ClassSums, collect_classes
-from fedrot.task_head.votes import Votes
 from fedrot.tensors import TensorDict, Tensors
 
 #: How often a site's rows are drawn again.
@@ -116,15 +116,10 @@ def _fitted_alone(
     candidates = [constant]
     with suppress(UpdateError):
         candidates = with_fitted_task_heads(constant, sums, SHRINKAGES, bias=True)
-    taken, temperature = reference_among(candidates), 1.0
+    taken = reference_among(candidates)
+    temperature = 1.0
     if held_out:
-        layers = [(candidate.weight, candidate.bias) for candidate in candidates]
-        weights, biases = map(torch.stack, zip(*layers, strict=True))
-        heads = TaskHeads(weights, biases, torch.full((len(layers),), -1))
-        losses = compare_losses(
-            [model], held_out, task_head, [heads], sums.problem_type
-        )
-        votes = Votes([losses], candidates)
+        votes = votes_on(candidates, model, held_out, task_head, sums)
         taken = min(candidates, key=votes.at_best)
         temperature = TEMPERATURES[votes.temperature(taken)]
     return taken.weight / temperature, taken.bias / temperature

@@ -20,6 +20,7 @@ from fedrot.task_head.outputs import (
     OUTPUT_KINDS,
     SINGLE,
     Layer,
+    OutputKind,
     outputs_of,
     problem_type_of,
 )
@@ -101,7 +102,7 @@ def site_shift(
     counts = torch.as_tensor(counts, dtype=torch.float64).cpu()
     if not 0 < strength < float("inf"):
         raise FedrotError(f"strength is {strength}; give a number of rows above 0.")
-    if not _possible(priors, counts, problem_type):
+    if not _possible(priors, counts, kind):
         raise FedrotError(
             f"The priors are {priors.tolist()!r:.80}, the counts "
             f"{counts.tolist()!r:.80}. Priors are shares of rows from 0 to 1, one for "
@@ -110,11 +111,10 @@ def site_shift(
     return kind.shift(priors, counts, strength)
 
 
-def _possible(priors: Tensor, counts: Tensor, problem_type: str) -> bool:
+def _possible(priors: Tensor, counts: Tensor, kind: OutputKind) -> bool:
     """Return whether priors and counts can be, and are of the same outputs."""
     if priors.ndim != 1 or counts.ndim != 1 or not len(counts):
         return False
-    kind = OUTPUT_KINDS[problem_type]
     if not kind.has_classes:
         return bool(counts.isfinite().all() & (counts[0] >= 0))
     rows = counts[kind.centres].sum()

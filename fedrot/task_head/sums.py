@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedrot.collect.statistics import GRAM, kind_named
 from fedrot.errors import UpdateError
-from fedrot.task_head.covariance import ROUNDING
+from fedrot.task_head.covariance import ROUNDING, class_means
 from fedrot.task_head.labelled_rows import labelled_rows
 from fedrot.task_head.outputs import OUTPUT_KINDS, SINGLE, OutputKind, problem_type_of
 from fedrot.tensors import Shape, TensorDict, Tensors, unusable
@@ -161,9 +161,9 @@ class ClassSums:
         counts = arrays["counts"]
         sums = arrays["sums"].double()
         means = class_means(counts[kind.centres], sums[kind.centres])
-        between = means.mT @ (means * counts[kind.centres].unsqueeze(1))
+        between = means.mT @ sums[kind.centres]
         sums[kind.others] += torch.outer(counts[kind.others], means[0])
-        gram = from_triangle(arrays["scatter"].double(), inputs, between)
+        gram = between + from_triangle(arrays["scatter"].double(), inputs)
         return cls(counts, sums, gram, problem_type)
 
     @property
@@ -217,9 +217,8 @@ class ClassSums:
 
         float64 ``[inputs, inputs]``.
         """
-        means = self.means()
-        counts = self.counts[self.kind.centres]
-        return (self.gram - means.mT @ (means * counts.unsqueeze(1))) / self.rows
+        between = self.means().mT @ self.sums[self.kind.centres]
+        return (self.gram - between) / self.rows
 
 
 def unlike(value: Tensor, shape: Shape) -> str:
@@ -235,21 +234,15 @@ def unlike(value: Tensor, shape: Shape) -> str:
     return ""
 
 
-def class_means(counts: Tensor, sums: Tensor) -> Tensor:
-    """Return the means of classes, 0 for classes without rows."""
-    return sums / torch.where(counts > 0, counts, 1.0).unsqueeze(1)
-
-
-def from_triangle(triangle: Tensor, size: int, added: Tensor | float = 0.0) -> Tensor:
-    """Return the symmetric matrix with an upper triangle, added to another one.
+def from_triangle(triangle: Tensor, size: int) -> Tensor:
+    """Return the symmetric matrix ``[size, size]`` with an upper triangle.
 
     Args:
         triangle: ``[size (size + 1) / 2]``.
-        added: ``[size, size]``, or a number.
     """
     upper = torch.zeros(size, size, dtype=triangle.dtype)
     upper[*torch.triu_indices(size, size)] = triangle
-    return added + upper + upper.triu(1).mT
+    return upper + upper.triu(1).mT
 
 
 def collect_classes(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fedrot.errors import UpdateError
-from fedrot.task_head.sums import ClassSums, class_means, from_triangle
+from fedrot.task_head.covariance import class_means
+from fedrot.task_head.sums import ClassSums, from_triangle
 from fedrot.task_head.votes import capped
 
 #: Groups of clients, each of which can be left out. Memory does not grow with the

@@ -80,18 +80,13 @@ def lines_of(rows: Iterable[Mapping[str, Any]]) -> list[BarrierLine]:
         clean = {
             name: math.nan if value is None else value for name, value in row.items()
         }
-        grouped.setdefault(tuple(row[name] for name in _OWN), []).append(clean)
-    return [
-        BarrierLine(
-            **{name: own[0][name] for name in _OWN},
-            positions=tuple(row["position"] for row in own),
-            metrics=tuple(
-                {k: v for k, v in row.items() if k not in (*_OWN, "position")}
-                for row in own
-            ),
-        )
-        for own in grouped.values()
-    ]
+        own = tuple(clean.pop(name) for name in _OWN)
+        grouped.setdefault(own, []).append(clean)
+    lines = []
+    for own, of_line in grouped.items():
+        positions = tuple(row.pop("position") for row in of_line)
+        lines.append(BarrierLine(*own, positions, tuple(of_line)))
+    return lines
 
 
 def write_rows(path: Path, lines: Iterable[BarrierLine]) -> None:

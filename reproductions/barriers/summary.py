@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
-from fedrot.simulations.paired import paired_difference
+from fedrot.simulations.comparison.paired import paired_difference
 from fedrot.simulations.report.tables import Table, format_interval, number
 from reproductions.barriers.line import BarrierLine
 from reproductions.barriers.methods import METHODS, VANILLA
@@ -50,12 +50,7 @@ def _cells(method: str, methods: Mapping[str, Mapping[str, BarrierLine]]) -> lis
         whole = vanilla[line.pair].barrier if line.pair in vanilla else 0.0
         return line.barrier / whole if whole > 0 else math.nan
 
-    return [
-        f"{method} ({len(pairs)})",
-        over(lambda line: line.barrier),
-        over(share),
-        over(lambda line: headline(line, len(line.metrics) // 2)),
-        ", ".join(
-            over(partial(headline, place=end), interval=False) for end in (0, -1)
-        ),
-    ]
+    barrier = over(lambda line: line.barrier)
+    middle = over(lambda line: headline(line, len(line.metrics) // 2))
+    ends = [over(partial(headline, place=end), interval=False) for end in (0, -1)]
+    return [f"{method} ({len(pairs)})", barrier, over(share), middle, ", ".join(ends)]

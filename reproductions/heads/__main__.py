@@ -222,7 +222,7 @@ def ahead(measure: DataFrame, ours: str, arm: str) -> str:
     """Return the mean by which ours is ahead of an arm, with half of its paired 95 %
     interval.
     """
-    from fedrot.simulations.paired import paired_difference
+    from fedrot.simulations.comparison.paired import paired_difference
 
     if arm == ours:
         return "-"

@@ -424,9 +424,10 @@ def measured(cell: Cell, logits: Tensor) -> Iterator[dict[str, Any]]:
         sure = scores.softmax(1).max(1).values
         bins = (sure * 10).long().clamp(max=9)
         gaps = torch.bincount(bins, weights * (right - sure))
+        rows = int(cell.counts[site].sum())
         yield {
             "site": site,
-            "rows": int(cell.counts[site].sum()),
+            "rows": rows,
             "accuracy": float(weights @ right),
             "balanced": float(recalls[shares > 0].mean()),
             "loss": float(weights @ losses),

@@ -1,12 +1,11 @@
 """Data sets: sources, texts, images, encodings, and partitions among clients."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
 
 #: Names in order: of columns, classes, metrics, tags or words.
-Names: TypeAlias = tuple[str, ...]
+Names = tuple[str, ...]
 #: One value for each row, by column.
-Columns: TypeAlias = Mapping[str, Sequence[object]]
+Columns = Mapping[str, Sequence[object]]
 
 #: Names of the texts in the package, and of scikit-learn's images.
 BUNDLED = "goemotions_ekman"

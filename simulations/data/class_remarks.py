@@ -53,9 +53,9 @@ def class_remarks(
         ),
     ):
         if np.any(which):
+            shown = listed(map(repr, names[which]))
             yield (
-                f"{np.sum(which)} of {len(names)} classes have {words} them: "
-                f"{listed(map(repr, names[which]))}."
+                f"{np.sum(which)} of {len(names)} classes have {words} them: {shown}."
             )
     yield from look_alike("classes", data.label_names)
 

@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow.types as types
 from numpy import ndarray
 from numpy.random import default_rng
-from pyarrow import ChunkedArray, DataType, Table
+from pyarrow import ChunkedArray, Table
 
 from fedrot.simulations.data import Columns, Names
 from fedrot.simulations.data.partition import held_out_rows
@@ -48,7 +48,7 @@ LIMIT_SEED = 0
 #: Numbers as Python writes them; variation selectors and other letters without a shape.
 _INTEGER = re.compile("0|-?[1-9][0-9]{0,999}")
 #: The inputs of rows and, if there is one, their ``second``, see ``Split``.
-Inputs: TypeAlias = Sequence[Sequence[Any]]
+Inputs = Sequence[Sequence[Any]]
 Reader: TypeAlias = "Callable[[Rows], Inputs]"
 LABEL: Content = (
     "label",
@@ -193,10 +193,11 @@ def labelled(
     wanted = scenario.label_kind
     several = len(columns) > 1
     first = next(iter(source.tables.values()))
-    scores = False
-    if not several:
-        fractional = any(_fractional(first[name].type) for name in columns)
-        scores = fractional if wanted == "" else wanted == "regression"
+    scores = wanted == "regression" and not several
+    if wanted == "" and len(columns) == 1:
+        arrow = first[columns[0]].type
+        exact = types.is_decimal(arrow) and arrow.scale > 0
+        scores = exact or types.is_floating(arrow)
     parts = []
     for where, table in source.tables.items():
         numbers = np.arange(len(table)) + 1
@@ -254,12 +255,6 @@ def labelled(
         test_split,
         " ".join(filter(None, notes)),
     )
-
-
-def _fractional(kind: DataType) -> bool:
-    if types.is_decimal(kind):
-        return kind.scale > 0
-    return types.is_floating(kind)
 
 
 def _split(

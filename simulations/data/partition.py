@@ -7,7 +7,8 @@ import itertools
 import math
 import warnings
 from contextlib import redirect_stderr
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,9 @@ from fedrot.errors import FedrotError
 from fedrot.simulations.data import Columns, Names
 from fedrot.simulations.data.read import clean, listed, missing, refuse_rows
 
-Rows: TypeAlias = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int64]
 #: The rows of each client, or of each class.
-Parts: TypeAlias = list[Rows]
+Parts = list[Rows]
 
 KINDS = ("iid", "dirichlet", "pathological", "column")
 SPECS = "iid, dirichlet:ALPHA, pathological:CLASSES, column:NAME"
@@ -164,25 +165,12 @@ def _flower_rows(
         PathologicalPartitioner,
     )
 
-    partitioner: Any
-    if kind == "dirichlet":
-        partitioner = DirichletPartitioner(
-            clients,
-            "key",
-            value,
-            min_partition_size=1,
-            shuffle=False,
-            seed=seed,
+    build: Any = partial(DirichletPartitioner, min_partition_size=1)
+    if kind == "pathological":
+        build = partial(
+            PathologicalPartitioner, class_assignment_mode="first-deterministic"
         )
-    else:
-        partitioner = PathologicalPartitioner(
-            clients,
-            "key",
-            value,
-            "first-deterministic",
-            shuffle=False,
-            seed=seed,
-        )
+    partitioner = build(clients, "key", value, shuffle=False, seed=seed)
     partitioner.dataset = Dataset.from_dict({"row": np.arange(len(keys)), "key": keys})
     try:
         # Flower warns of retried draws and dropped classes, which are part of the

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -229,7 +229,7 @@ def _usable(where: object, table: Table) -> Table:
 
 
 #: A kind of column: its name, usual names, whether a type fits, and what does.
-Content: TypeAlias = tuple[str, Names, Callable[[pa.DataType], bool], str]
+Content = tuple[str, Names, Callable[[pa.DataType], bool], str]
 
 
 @dataclass(frozen=True)

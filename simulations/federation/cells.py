@@ -16,6 +16,7 @@ from flwr.serverapp import Grid
 from fedrot.aggregation import aggregation_named
 from fedrot.lora import AdapterOptions
 from fedrot.options import AlignmentOptions
+from fedrot.simulations.comparison.summary import OF_CLIENT
 from fedrot.simulations.federation.cell_run import CellRun
 from fedrot.simulations.federation.grids import OrderedGrid
 from fedrot.simulations.federation.own_rows import OwnRows, finish_round
@@ -24,7 +25,6 @@ from fedrot.simulations.models import (
     tensors_of,
 )
 from fedrot.simulations.run_folder import Cell, read_rows
-from fedrot.simulations.summary import OF_CLIENT
 from fedrot.simulations.tasks import training
 from fedrot.strategies import (
     FedRot,
@@ -99,7 +99,8 @@ class CellStrategy(ReplyStrategy):
         last = server_round == self.cell.experiment.rounds
         if last and self.cell.strategy.fit_at_end:
             result = self.cell.with_fitted_task_head(server_round, arrays, self.network)
-            arrays, priors = result.arrays, result.priors
+            arrays = result.arrays
+            priors = result.priors
         load_tensors(self.network, arrays.to_torch_state_dict(), self.loads)
         return MetricRecord(
             {**finish_round(self.cell, server_round, self.network, priors)}
@@ -127,7 +128,9 @@ class FedRotCell(CellStrategy, FedRot):
 
     def __init__(self, cell: CellRun, model: Any) -> None:
         strategy = cell.strategy
-        alignment = strategy.options_of_alignment
+        alignment = None
+        if strategy.alignment is not False:
+            alignment = AlignmentOptions(**_fields(strategy.alignment))
         arguments = strategy.aggregation_arguments
         name = arguments.pop("name")
         # The registry takes functions: it calls those that an aggregation needs.
@@ -164,11 +167,16 @@ class FedRotCell(CellStrategy, FedRot):
         return MetricRecord({**training.evaluate(self.network, task, task.train, rows)})
 
 
+def _fields(settings: object) -> dict[str, Any]:
+    """Return the fields of a setting that may also be true."""
+    return {**settings} if isinstance(settings, dict) else {}
+
+
 def _other_basis(cell: CellRun) -> OtherBasis | None:
     settings = cell.strategy.other_basis
     if settings is False:
         return None
-    fields = {**settings} if isinstance(settings, dict) else {}
+    fields = _fields(settings)
     build = cell.model if fields.pop("model", True) else None
     changed = fields.pop("options", None)
     options = OTHER_BASIS_OPTIONS if changed is None else AlignmentOptions(**changed)

@@ -14,13 +14,19 @@ from numpy import ndarray
 from numpy.random import default_rng
 
 from fedrot.errors import FedrotError
+from fedrot.simulations.comparison.site_gains import (
+    ALONE,
+    GLOBAL,
+    OF_SITE,
+    OWN,
+    TEST_ROWS,
+)
 from fedrot.simulations.data.partition import parse_partition, partition_keys
 from fedrot.simulations.data.read import clean
 from fedrot.simulations.federation.cell_run import CellRun
 from fedrot.simulations.models import load_tensors, tensors_of
 from fedrot.simulations.saved.load import save_model
 from fedrot.simulations.scenario import Settings
-from fedrot.simulations.site_gains import ALONE, GLOBAL, OF_SITE, OWN, TEST_ROWS
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task
 from fedrot.strategies import report_sites

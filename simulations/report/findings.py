@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import inf, isnan
 
+from fedrot.simulations.comparison.paired import LOWER_IS_BETTER, ROUNDING
+from fedrot.simulations.comparison.site_gains import FEW_ROWS
+from fedrot.simulations.comparison.summary import Standing, Verdict, span
 from fedrot.simulations.data.read import listed
-from fedrot.simulations.paired import LOWER_IS_BETTER, ROUNDING
 from fedrot.simulations.report.tables import (
     format_difference,
     format_interval,
@@ -14,8 +16,6 @@ from fedrot.simulations.report.tables import (
     of_rows,
     spoken,
 )
-from fedrot.simulations.site_gains import FEW_ROWS
-from fedrot.simulations.summary import Standing, Verdict, span
 
 #: What sites shall do for their own rows, by how the federation is against alone.
 JOINING = {

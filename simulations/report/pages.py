@@ -10,11 +10,11 @@ from rich.console import Console
 
 from fedrot._io import write_text
 from fedrot.alignment.diagnosis import ALIGNED, PLAIN, WHOLE, diagnosis_of
-from fedrot.simulations import paired
+from fedrot.simulations.comparison import paired
+from fedrot.simulations.comparison.summary import verdicts_of
 from fedrot.simulations.report import findings, plots, tables
 from fedrot.simulations.report.site_rows import SiteRow
 from fedrot.simulations.run_folder import OF_GROUP, Row, read_rows, read_run
-from fedrot.simulations.summary import verdicts_of
 from fedrot.strategies.reporting.rows import scalars
 from fedrot.strategies.reporting.verdict import ends
 

@@ -7,15 +7,15 @@ import io
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedrot.errors import legible
-from fedrot.simulations.paired import LOWER_IS_BETTER, paired_difference
+from fedrot.simulations.comparison.paired import LOWER_IS_BETTER, paired_difference
+from fedrot.simulations.comparison.summary import CENTRAL, Verdict
 from fedrot.simulations.report.tables import number, spoken
 from fedrot.simulations.run_folder import FIELDS, Row
-from fedrot.simulations.summary import CENTRAL, Verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,7 +39,7 @@ LOGARITHMIC = frozenset({"perplexity", "pseudo_perplexity"})
 #: Largest number of characters of a name in a picture.
 LONGEST = 32
 #: Rounds and values of metrics by name.
-Series: TypeAlias = Mapping[str, Sequence[tuple[int, float]]]
+Series = Mapping[str, Sequence[tuple[int, float]]]
 #: Width in inches of a picture that can be read on a phone.
 NARROW = 4.4
 

@@ -7,15 +7,15 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
 from operator import itemgetter
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from fedrot.distances import Shares, shares_by
-from fedrot.simulations.paired import Paired
+from fedrot.simulations.comparison.paired import Paired
+from fedrot.simulations.comparison.site_gains import FEW_ROWS, SiteGains
+from fedrot.simulations.comparison.summary import Verdict, span
 from fedrot.simulations.run_folder import Row
-from fedrot.simulations.site_gains import FEW_ROWS, SiteGains
-from fedrot.simulations.summary import Verdict, span
 from fedrot.symmetry import NO_LAYER
 
 #: A column of names is at least as wide as its names, up to this number of characters.
@@ -193,7 +193,7 @@ class TableCell(NamedTuple):
 #: The part, layer and round of a row of alignment.
 _place = itemgetter("part", "layer", "round")
 #: The names of columns; and the names of lines with their cells, empty ones are None.
-Grid: TypeAlias = tuple[Sequence[object], Mapping[str, Sequence[TableCell | None]]]
+Grid = tuple[Sequence[object], Mapping[str, Sequence[TableCell | None]]]
 
 
 def clients_grid(

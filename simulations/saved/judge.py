@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,23 +27,19 @@ from fedrot.task_head.choice import (
     SHRINKAGES,
     Candidate,
     choose,
+    votes_on,
     with_fitted_task_heads,
 )
 from fedrot.task_head.fit import with_task_head
-from fedrot.task_head.losses import (
-    ONE,
-    TaskHeads,
-    compare_losses,
-    temperature_in_words,
-)
+from fedrot.task_head.losses import ONE, temperature_in_words
 from fedrot.task_head.names import task_head_of
 from fedrot.task_head.outputs import SINGLE
 from fedrot.task_head.sums import collect_classes
-from fedrot.task_head.votes import Votes
 from fedrot.tensors import Tensors
 
 #: Maximum numbers of training rows, and of held-out rows.
-_TRAIN, _TEST = 8000, 2000
+_TRAIN = 8000
+_TEST = 2000
 
 #: Maximum number of tokens of a text.
 _LENGTH = 256
@@ -54,7 +50,7 @@ _BATCH = 64
 #: A task; a model that receives the tensors of one model after the other; and its
 #: outputs in the order of the data's classes, the others behind, empty for language
 #: models; and a sentence if this order is that of numbers.
-Judge: TypeAlias = tuple[Task, Any, list[int], str]
+Judge = tuple[Task, Any, list[int], str]
 
 
 def prepared(saved: SavedModel, data: Settings) -> Judge:
@@ -142,19 +138,18 @@ def verdict(
 
     best = max(scores, key=lambda name: worth(scores[name]))
     gain = worth(merged_scores) - worth(scores[best])
-    comparison = "as good as"
+    comparison = "worse than" if gain < 0 else "as good as"
     advice = f" Keep {best}, or try other --parts."
     if gain > 0:
         comparison = "better than"
         advice = ""
-    elif gain < 0:
-        comparison = "worse than"
     if order and not fit_head:
         advice += " --fit-head fits the task head to the training rows."
+    ours = merged_scores[metric]
+    others = scores[best][metric]
     first = (
-        f"The merged model is {comparison} the best single one: {metric} "
-        f"{merged_scores[metric]:z.3f} against {scores[best][metric]:z.3f} ({best}) on "
-        f"{len(task.test)} held-out rows.{advice}"
+        f"The merged model is {comparison} the best single one: {metric} {ours:z.3f} "
+        f"against {others:z.3f} ({best}) on {len(task.test)} held-out rows.{advice}"
     )
     for name, values in {**scores, "merged": merged_scores}.items():
         figures = (f"{metric} {value:z.3f}" for metric, value in values.items())
@@ -186,19 +181,8 @@ def _fitted(
     bias = tensors.get(f"{name}.bias", torch.zeros(len(order)))[order].double()
     old = Candidate("merged", weight, bias)
     fitted = with_fitted_task_heads(old, sums, SHRINKAGES, f"{name}.bias" in tensors)
-    candidates = [old, *fitted]
-    weights = [candidate.weight for candidate in candidates]
-    biases = [candidate.bias for candidate in candidates]
-    heads = TaskHeads(
-        torch.stack(weights),
-        torch.stack(biases),
-        torch.full((len(candidates),), -1),
-        sums.kind.units(sums.counts),
-    )
-    losses = compare_losses(
-        [model], _batches(task, model, held_out), name, [heads], problem_type
-    )
-    votes = Votes([losses], candidates)
+    others = _batches(task, model, held_out)
+    votes = votes_on([old, *fitted], model, others, name, sums)
     choice = choose(votes, old, fitted)
     taken = choice.taken
     back = np.argsort(order)

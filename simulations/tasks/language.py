@@ -12,7 +12,6 @@ from fedrot.simulations.tasks.objective import (
     EncodedData,
     OfTokens,
     Scores,
-    model_inputs,
     rows_with,
 )
 
@@ -35,12 +34,10 @@ class LanguageModelling(OfTokens):
     """Prediction of tokens; labels of the data set are not used.
 
     The headline metric is the perplexity: ``exp`` of the loss, which is the mean
-    negative log likelihood of all predicted tokens of all rows. ``shifted``: a token is
-    predicted at the one before it.
+    negative log likelihood of all predicted tokens of all rows.
     """
 
     uses_labels = False
-    shifted = False
     # As a pretrained decoder's logits, 16 rows need 200 MB.
     together = 16
 
@@ -65,19 +62,11 @@ class LanguageModelling(OfTokens):
         # A causal model has no accuracy among its metrics.
         return dict(zip(self.metrics, values, strict=False))
 
-    def predictions(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        from torch.nn.functional import pad
-
-        inputs = model_inputs(model, batch)
-        labels = inputs.pop("labels")
-        if self.shifted:
-            labels = pad(labels[:, 1:], (0, 1), value=IGNORED)
-        labelled = labels != IGNORED
+    def logits_at(self, labelled: Tensor, model: Any, inputs: Batch) -> Tensor:
         # The output layer, most of a small model's work, is applied only there.
         output = model.get_output_embeddings()
         with output.register_forward_pre_hook(lambda _, states: (states[0][labelled],)):
-            logits = model(**inputs).logits
-        return logits, labels[labelled], labelled.sum(dim=1)
+            return model(**inputs).logits
 
 
 class MaskedLanguageModelling(LanguageModelling):

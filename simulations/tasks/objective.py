@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 Batch: TypeAlias = "dict[str, Tensor]"
-Scores: TypeAlias = dict[str, float]
+Scores = dict[str, float]
 #: A data set, and its training and held-out rows as ``data.encode.Encoded``.
-EncodedData: TypeAlias = tuple[Any, Any, Any]
+EncodedData = tuple[Any, Any, Any]
 
 
 class Objective(ABC):
@@ -45,11 +45,11 @@ class Objective(ABC):
     name: str
     architectures: Names
     auto_model: str
-    usual_data: str = BUNDLED
-    peft: str = ""
-    classifies: bool = False
-    uses_labels: bool = True
-    reads_pooling: bool = False
+    usual_data = BUNDLED
+    peft = ""
+    classifies = False
+    uses_labels = True
+    reads_pooling = False
     metrics: Names = ()
 
     def __init__(self, scenario: Scenario, data: Any) -> None:
@@ -133,20 +133,30 @@ class OfTokens(Objective):
 
     Attributes:
         together: number of rows that are evaluated together.
+        shifted: whether a token is predicted at the one before it.
     """
 
     together: int
+    shifted = False
 
     def predictions(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits at labelled tokens, their labels, and numbers of labels.
 
         They are ``[labels, classes]``, ``[labels]`` and ``[rows]``.
         """
+        from torch.nn.functional import pad
+
         inputs = model_inputs(model, batch)
         labels = inputs.pop("labels")
+        if self.shifted:
+            labels = pad(labels[:, 1:], (0, 1), value=IGNORED)
         labelled = labels != IGNORED
-        logits = model(**inputs).logits[labelled]
+        logits = self.logits_at(labelled, model, inputs)
         return logits, labels[labelled], labelled.sum(dim=1)
+
+    def logits_at(self, labelled: Tensor, model: Any, inputs: Batch) -> Tensor:
+        """Return the logits at labelled tokens, ``[labels, classes]``."""
+        return model(**inputs).logits[labelled]
 
     def evaluate(
         self,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 
+from fedrot.simulations.comparison.summary import BOUNDS
 from fedrot.simulations.run_folder import Run, file_name, title_of
-from fedrot.simulations.summary import BOUNDS
 
 HOSTILE = (
     "</script><script>alert(1)</script> & \"q\" 'x' $\\x$ ../../../x | " + 300 * "y"

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
+from fedrot.simulations.comparison.summary import verdicts_of
 from fedrot.simulations.report import plots
-from fedrot.simulations.summary import verdicts_of
 from tests.simulations.report.runs import HOSTILE, levels, row, run_of
 
 

@@ -8,7 +8,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from fedrot.simulations.paired import Paired, paired_difference
+from fedrot.simulations.comparison.paired import Paired, paired_difference
 from fedrot.simulations.report.tables import (
     Table,
     TableCell,

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedrot.simulations.paired import LOWER_IS_BETTER, Paired, paired_difference
+from fedrot.simulations.comparison.paired import (
+    LOWER_IS_BETTER,
+    Paired,
+    paired_difference,
+)
+from fedrot.simulations.comparison.site_gains import SiteGains, gains_of
 from fedrot.simulations.run_folder import FIELDS, Row, Run
-from fedrot.simulations.site_gains import SiteGains, gains_of
 from fedrot.strategies.reporting.verdict import HEAD_FAILED
 
 if TYPE_CHECKING:
@@ -214,8 +218,7 @@ def verdict(run: Run, name: str) -> Verdict | None:
     metrics = sorted(central["metric"].unique(), key=lambda metric: metric == "loss")
     headline = metrics[0]
     beside = "macro_f1" if "accuracy" in metrics else "loss"
-    wanted = dict.fromkeys([headline, beside, "loss"])
-    judged = [metric for metric in wanted if metric in metrics]
+    judged = [metric for metric in metrics if metric in (headline, beside, "loss")]
     ranking = judged[-1]
     experiment = run.experiments[name]
     standings = []

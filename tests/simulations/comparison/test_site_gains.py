@@ -8,10 +8,10 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from fedrot.simulations.cli.app import app
+from fedrot.simulations.comparison.summary import verdicts_of
 from fedrot.simulations.report.findings import lead, sentences
 from fedrot.simulations.report.plots import sites_plot
 from fedrot.simulations.report.tables import sites_table
-from fedrot.simulations.summary import verdicts_of
 from tests.simulations.commands import simulated
 from tests.simulations.data.files import write
 from tests.simulations.report.runs import row, run_of

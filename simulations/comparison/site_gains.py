@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf, nan
 from typing import TYPE_CHECKING
 
-from fedrot.simulations.paired import ROUNDING, Paired, paired_difference
+from fedrot.simulations.comparison.paired import ROUNDING, Paired, paired_difference
 from fedrot.simulations.run_folder import Row
 from fedrot.strategies.fitting.sites import HEADS
 

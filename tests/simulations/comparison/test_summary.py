@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedrot.simulations.paired import paired_difference
+from fedrot.simulations.comparison.paired import paired_difference
+from fedrot.simulations.comparison.summary import BOUNDS, verdicts_of
 from fedrot.simulations.report.findings import lead, sentences
-from fedrot.simulations.summary import BOUNDS, verdicts_of
 from tests.simulations.report.runs import levels, row, run_of, strategy
 
 BASE = (0.50, 0.52, 0.54)

@@ -143,7 +143,6 @@ class Aligned(ReplyStrategy):
         plan = AlignmentPlan(self.symmetry, self.alignment, self._device)
         if self.other_bases is None:
             return ToAnchor(plan, broadcast, record, mean)
-        exchange = None
-        if self._grid is not None:
-            exchange = ClientRequests(self._grid, self._config, self._timeout)
+        assert self._grid is not None  # from configure_train
+        exchange = ClientRequests(self._grid, self._config, self._timeout)
         return FromOtherBases(plan, self.other_bases, broadcast, record, mean, exchange)

@@ -40,9 +40,14 @@ _SERVER_SIDE = (
 
 
 def check_functions(owner: object, *names: str) -> None:
-    """Check that settings are functions, and not what the functions return."""
+    """Check that settings are functions, and not what the functions return.
+
+    A setting with a default may be None.
+    """
     for name in names:
         function = getattr(owner, name)
+        if function is None and hasattr(type(owner), name):
+            continue
         if isinstance(function, nn.Module) or not callable(function):
             raise FedrotError(
                 f"{name} of {type(owner).__name__} is a {type(function).__name__}; "

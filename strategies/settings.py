@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from fedrot._io import append_rows
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.arguments import check_functions
@@ -54,8 +56,7 @@ class OtherBasis:
     learning_passes: int = 0
 
     def __post_init__(self) -> None:
-        if self.model is not None:
-            check_functions(self, "model")
+        check_functions(self, "model")
         if self.model is None and self.options is None:
             raise FedrotError("OtherBasis needs 'model' or 'options', or both.")
         if self.learning_passes < 0:
@@ -130,6 +131,11 @@ class Reporting:
     on_round: Callable[[int, dict[str, float]], object] | None = None
     hashes: bool = False
 
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append to the file of rows, if there is one."""
+        if self.rows_path is not None:
+            append_rows(self.rows_path, rows)
+
     @property
     def rows_path(self) -> Path | None:
         """``rows`` as a path, of a link the file itself."""
@@ -144,5 +150,4 @@ class Reporting:
             raise FedrotError(
                 "hashes=True needs a file for the hashes: Reporting(rows=...)."
             )
-        if self.on_round is not None:
-            check_functions(self, "on_round")
+        check_functions(self, "on_round")

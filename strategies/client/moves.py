@@ -106,19 +106,17 @@ def _match(message: Message, matching: Matching) -> Alignment:
     symmetry = symmetry_of(
         getattr(anchor_model, "config", None), anchor_model.state_dict()
     )
-    told = [*message.content.config_records.values()]
+    config = message.content.config_records["config"]
     options = matching.options
     if options.canonical is None:
-        options = replace(
-            options, canonical=any(config.get(CANONICAL) for config in told)
-        )
+        options = replace(options, canonical=bool(config[CANONICAL]))
     if options.rotates:
         anchor, update = (canonical(tensors, symmetry) for tensors in (anchor, update))
         symmetry = symmetry.rotated
     for model, tensors in ((anchor_model, anchor), (update_model, update)):
         model.load_state_dict(tensors)
         model.eval()
-    if any(config.get(LEARN) for config in told):
+    if config[LEARN]:
         return _learned(anchor_model, update, anchor, symmetry, matching)
     inputs = (forward_inputs(anchor_model, batch) for batch in matching.batches())
     return align(
@@ -173,11 +171,7 @@ def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
     """
     if message.has_error():
         raise UpdateError(failure_of(message, "fedrot.strategies.match_at_client"))
-    record = array_record(message.content, ELEMENTS)
-    try:
-        elements = from_arrays(record)
-    except UpdateError as error:
-        raise UpdateError(f"the elements cannot be decoded: {error}") from error
+    elements = from_arrays(array_record(message.content, ELEMENTS))
     groups = {group.name: group for group in symmetry.groups}
     moves = list[Move]()
     for name, element in elements.items():

@@ -93,8 +93,7 @@ class Guard:
                 f"metric is {self.metric!r}; give the name of a metric, like "
                 "'accuracy'."
             )
-        if self.evaluate is not None:
-            check_functions(self, "evaluate")
+        check_functions(self, "evaluate")
         if self.higher_is_better is None:
             words = set(re.split(r"[^a-z0-9]+", self.metric.lower()))
             if bool(words & HIGHER) == bool(words & LOWER):

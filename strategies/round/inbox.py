@@ -31,7 +31,7 @@ from fedrot.strategies.wire.arrays import (
     from_arrays,
     headers,
     model_hash,
-    model_records,
+    only_model,
     records_of_type,
     shapes_of,
     singly,
@@ -250,13 +250,7 @@ class Inbox:
     def decode(self, message: Message) -> Update:
         """Check a reply and return its update; raises ``UpdateError``."""
         content = message.content
-        records = model_records(content)
-        if len(records) != 1:
-            raise UpdateError(
-                f"The reply holds {len(records)} ArrayRecords and "
-                f"{len(records_of_type(content, MetricRecord))} MetricRecords; send "
-                "exactly one of each."
-            )
+        record, arrays = only_model(content)
         weight = read_weight(content, self.weighted_by)
         (metrics,) = records_of_type(content, MetricRecord).values()
         for name, most in self.figures.items():
@@ -277,7 +271,6 @@ class Inbox:
                     f"{value!r:.60}. Build it with the server's LoraConfig."
                 )
         self.check_labels(message.metadata.src_node_id, read_names(content))
-        ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
         statistics = {}
         if STATISTICS in content:
@@ -318,7 +311,9 @@ class Inbox:
     def close(self) -> None:
         """Record the clients that have not answered."""
         for client in self.asked.silent:
-            self.record.miss(client, self.in_front)
+            left_out = f", or {self.in_front} left it out" if self.in_front else ""
+            reason = f"No answer before the timeout{left_out}."
+            self.record.fail(client, reason, who="Client")
 
 
 def read_weight(content: RecordDict, weighted_by_key: str, zero: bool = False) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from logging import WARNING
-from typing import Protocol
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.common import log
@@ -66,7 +65,6 @@ class Wrapped:
         wrapped_class: the base strategy, whose ``aggregate_train`` is the method
             ``aggregate``.
         weighted_by: the metric that weights the clients.
-        align: False if the base strategy receives updates without alignment.
         min_replies: with fewer accepted replies the round fails.
     """
 
@@ -75,28 +73,7 @@ class Wrapped:
     aggregate: Callable[[int, list[Message]], Aggregated]
     weighted_by: str
     broadcast: ArrayRecord
-    align: bool
     min_replies: int
-
-
-class Merge(Protocol):
-    """Collects the updates of one round, and returns the new model.
-
-    Attributes:
-        mean: the mean that updates are added to as they arrive; None with other
-            aggregations.
-    """
-
-    mean: Mean | None
-
-    def add(self, moved: Moved) -> Tensors | None:
-        """Add an update; return its tensors for the anchor, None if it was dropped.
-
-        They are empty if the update was added layer by layer.
-        """
-
-    def result(self, wrapped: Wrapped, moved_broadcast: MovedBroadcast) -> Aggregated:
-        """Return the new model and metrics, once; see ``Aligner.moved_broadcast``."""
 
 
 class Averaged:
@@ -104,6 +81,10 @@ class Averaged:
 
     ``comparison`` chooses between the result and the mean of the same updates as they
     were received.
+
+    Attributes:
+        mean: the mean that updates are added to as they arrive; None with other
+            aggregations.
     """
 
     def __init__(
@@ -114,20 +95,22 @@ class Averaged:
     ) -> None:
         self.record = record
         self.comparison = comparison
-        aggregator = build()
-        #: Emptied by ``result``: it may be larger than the model.
-        self._aggregator: Aggregator | None = aggregator
+        #: Deleted by ``result``: it may be larger than the model.
+        self._aggregator = build()
         self.mean: Mean | None = None
-        if isinstance(aggregator, Mean) and aggregator.streams:
-            self.mean = aggregator
+        if isinstance(self._aggregator, Mean) and self._aggregator.streams:
+            self.mean = self._aggregator
         #: With a guard the mean of the updates as they were received.
         self._as_received = None if comparison is None else Mean()
         self._told: list[Told] = []
 
     def add(self, moved: Moved) -> Tensors | None:
-        """Add an update; drop it if the aggregator refuses it."""
+        """Add an update; return its tensors for the anchor, None if it was dropped.
+
+        An update is dropped if the aggregator refuses it. The tensors are empty if it
+        was added layer by layer.
+        """
         update = moved.update
-        assert self._aggregator is not None  # until ``result``
         try:
             if self._aggregator.streams:
                 layers = [moved.tensors] if moved.layers is None else moved.layers
@@ -146,7 +129,7 @@ class Averaged:
         return moved.tensors
 
     def result(self, wrapped: Wrapped, moved_broadcast: MovedBroadcast) -> Aggregated:
-        """Return the merged model.
+        """Return the new model and metrics, once; see ``Aligner.moved_broadcast``.
 
         Any base strategy but ``FedAvg`` aggregates the mean as one update.
         """
@@ -187,8 +170,9 @@ class Averaged:
         as_received = self._as_received
         comparison = self.comparison
         is_mean = self.mean is not None
-        self._aggregator = self._as_received = self.mean = None
-        if aggregator is None or not self.record.enough(wrapped.min_replies):
+        del self._aggregator
+        self._as_received = self.mean = None
+        if not self.record.enough(wrapped.min_replies):
             return None, False
         sent = wrapped.broadcast
         if wrapped.wrapped_class is not FedAvg:
@@ -281,10 +265,8 @@ class Listed:
             )
         if arrays is None:
             return None, metrics
-        if wrapped.align:
+        if arrays.keys() == wrapped.broadcast.keys():
             arrays = restored(arrays, wrapped.broadcast, self._integers)
-        elif arrays.keys() == wrapped.broadcast.keys():
-            arrays = restored(arrays, wrapped.broadcast, integers_of(arrays))
         return arrays if record.finite(from_arrays(arrays)) else None, metrics
 
     def _alike(self, wrapped: Wrapped) -> list[Update]:
@@ -305,6 +287,10 @@ class Listed:
                     f"{good[0].weight:g}. The privacy accountant needs equal weights.",
                 )
         return good
+
+
+#: Collects the updates of one round, and returns the new model.
+Merge = Averaged | Listed
 
 
 def _aggregated(

@@ -103,13 +103,7 @@ def restored(
     arrays: ArrayRecord, sent: ArrayRecord, integers: ArrayRecord
 ) -> ArrayRecord:
     """Return a strategy's new model encoded ``as_sent``, with these ``integers``."""
-    model = arrays
-    for name, array in arrays.items():
-        like = sent[name]
-        alike = array.dtype == like.dtype and like.stype == NUMPY
-        if not alike or not _floating(array):
-            model = as_sent(from_arrays(arrays), sent)
-            break
+    model = as_sent(from_arrays(arrays), sent)
     model.update(integers)
     return model
 
@@ -126,7 +120,7 @@ def with_tensors(moved: Moved) -> Message:
     update = moved.update
     content = RecordDict(dict(update.message.content))
     content.pop(STATISTICS, None)
-    arrays = records_of_type(content, ArrayRecord).get(update.record, ArrayRecord())
+    arrays = records_of_type(content, ArrayRecord)[update.record]
     content[update.record] = replace_changed(arrays, update.tensors, moved.tensors)
     message = copy.copy(update.message)
     message.content = content

@@ -82,8 +82,13 @@ def to_arrays(tensors: Tensors, dtype: torch.dtype | None = None) -> ArrayRecord
             raise FedrotError(f"The tensor '{name}' {why}.")
         cast = dtype is not None and tensor.is_floating_point()
         sent = tensor.detach().to(dtype if cast else tensor.dtype).cpu()
-        place = (tensor.device, tensor.data_ptr())
-        memory = (*place, tensor.shape, tensor.stride(), tensor.dtype)
+        memory = (
+            tensor.device,
+            tensor.data_ptr(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
         if memory in first:
             arrays[name] = _array(sent, TIED, first[memory].encode())
         else:
@@ -140,7 +145,10 @@ def headers(record: ArrayRecord) -> dict[str, Header]:
         for name, array in record.items()
         if array.stype != TIED
     }
-    return {name: with_values[_name_of_values(name, record)] for name in record}
+    return {
+        name: with_values.get(name) or _tied(name, record, with_values)
+        for name in record
+    }
 
 
 def decoded(
@@ -187,12 +195,12 @@ def encode(name: str, tensor: Tensor) -> Array:
     return _array(value, NUMPY, _npy(value))
 
 
-def decode(name: str, array: Array, of: Header | None = None) -> Tensor:
+def decode(name: str, array: Array, known: Header | None = None) -> Tensor:
     """Return an array's tensor, a view of its bytes if they are aligned.
 
-    ``of`` is its ``header``, which is read if it is not given; see ``from_arrays``.
+    ``known`` is its ``header``, which is read if it is not given; see ``from_arrays``.
     """
-    known = header(name, array) if of is None else of
+    known = known or header(name, array)
     values = np.frombuffer(array.data, known.stored, prod(known.shape), known.start)
     if known.dtype == torch.bool and values.view(np.uint8).max(initial=0) > 1:
         raise _unreadable(name, "holds truth values other than 0 and 1")
@@ -298,16 +306,11 @@ def _array(like: Tensor, stype: str, data: bytes) -> Array:
     return Array(str(like.dtype).removeprefix("torch."), tuple(like.shape), stype, data)
 
 
-def _name_of_values(name: str, record: ArrayRecord) -> str:
-    """Return the name whose array holds a tensor's values: of a tied one another."""
+def _tied(name: str, record: ArrayRecord, with_values: Mapping[str, Header]) -> Header:
+    """Return the header of the tensor that a tied name stands for."""
     array = record[name]
-    if array.stype != TIED:
-        return name
-    try:
-        other = array.data.decode()
-    except UnicodeDecodeError as error:
-        raise _unreadable(name, "is tied to bytes that are no name") from error
-    if other not in record or record[other].stype not in (NUMPY, BFLOAT16):
+    other = array.data.decode(errors="replace")
+    if other not in with_values:
         raise _unreadable(
             name, f"is tied to {other!r:.60}, which is not in the record with values"
         )
@@ -315,7 +318,7 @@ def _name_of_values(name: str, record: ArrayRecord) -> str:
         raise _unreadable(
             name, f"is tied to {other!r:.60}, which has another shape or dtype"
         )
-    return other
+    return with_values[other]
 
 
 def _unreadable(name: str, problem: str) -> UpdateError:
@@ -332,10 +335,9 @@ def replace_changed(
     """
     replaced = ArrayRecord()
     for name, tensor in after.items():
-        array = arrays.get(name)
+        array = arrays[name]
         if (
-            array is None
-            or array.stype != NUMPY
+            array.stype != NUMPY
             or f"torch.{array.dtype}" != str(tensor.dtype)
             or tensor is not before[name]
         ):
@@ -377,6 +379,20 @@ def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
     }
 
 
+def only_model(content: RecordDict) -> tuple[str, ArrayRecord]:
+    """Return the name and the arrays of a reply's model.
+
+    Raises:
+        UpdateError: the reply does not hold exactly one.
+    """
+    records = model_records(content)
+    if len(records) != 1:
+        raise UpdateError(
+            f"The reply holds {len(records)} ArrayRecords; send exactly one."
+        )
+    return records.popitem()
+
+
 def array_record(content: RecordDict, name: str) -> ArrayRecord:
     """Return the ArrayRecord of this name; raises ``UpdateError`` if it is missing."""
     record = records_of_type(content, ArrayRecord).get(name)
@@ -387,13 +403,13 @@ def array_record(content: RecordDict, name: str) -> ArrayRecord:
 
 def without_arrays(content: RecordDict) -> RecordDict:
     """Return a content's metrics, and configurations of up to 64 KiB in all."""
-    small = dict[str, ConfigRecord]()
+    small = RecordDict(records_of_type(content, MetricRecord))
     left = _LARGEST_CONFIGURATIONS
     for name, record in records_of_type(content, ConfigRecord).items():
         left -= _size(name, record)
         if left >= 0:
             small[name] = record
-    return RecordDict({**records_of_type(content, MetricRecord), **small})
+    return small
 
 
 #: Approximate bytes of a reply's configurations that are kept until the round ends.

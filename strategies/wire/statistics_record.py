@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedrot.aggregation import Statistics
 from fedrot.collect.statistics import check_statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.strategies.wire.arrays import STATISTICS, decode, encode, records_of_type
-from fedrot.tensors import Shapes, TensorDict, Tensors
+from fedrot.strategies.wire.arrays import (
+    STATISTICS,
+    decode,
+    encode,
+    records_of_type,
+)
+from fedrot.tensors import Shapes, TensorDict
 
 #: Separators of a kind from names, and of the names that share one matrix.
 _KIND = "/"
@@ -59,21 +62,16 @@ def statistics_record(
         )
     arrays = ArrayRecord()
     for kind, by_name in statistics.items():
-        for names in _sharing(by_name):
+        sharing: dict[int, list[str]] = {}
+        for name, value in by_name.items():
+            sharing.setdefault(id(value), []).append(name)
+        for names in sharing.values():
             key = f"{kind}{_KIND}{_NAMES.join(names)}"
             value = by_name[names[0]]
             arrays[key] = encode(
                 key, value.to(dtype) if value.is_floating_point() else value
             )
     return arrays
-
-
-def _sharing(by_name: Tensors) -> Iterable[list[str]]:
-    """Return the names that share one value, by value."""
-    names: dict[int, list[str]] = {}
-    for name, value in by_name.items():
-        names.setdefault(id(value), []).append(name)
-    return names.values()
 
 
 def read_statistics(
@@ -102,21 +100,12 @@ def read_statistics(
             raise UpdateError(
                 f"The statistics '{key}' have no kind; use statistics_record."
             )
-        names = joined.split(_NAMES)
-        try:
-            value = decode(key, array)
-        except UpdateError as error:
-            raise UpdateError(
-                f"The statistics '{key}' cannot be decoded: {error}"
-            ) from error
-        value = (
-            value.float()
-            if value.dtype == torch.bfloat16
-            else value.clone()
-            if copy
-            else value
-        )
-        named = dict.fromkeys(names, value)
+        value = decode(key, array)
+        if value.dtype == torch.bfloat16:
+            value = value.float()
+        elif copy:
+            value = value.clone()
+        named = dict.fromkeys(joined.split(_NAMES), value)
         by_name = statistics.setdefault(kind, {})
         if twice := named.keys() & by_name.keys():
             raise UpdateError(

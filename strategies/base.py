@@ -31,14 +31,14 @@ from fedrot.strategies.reporting.verdict import (
 from fedrot.strategies.resume.run import Stop, run
 from fedrot.strategies.round.asked import Asked, sent_by
 from fedrot.strategies.round.evaluations import readable_evaluations
-from fedrot.strategies.round.merge import Aggregated, Wrapped
+from fedrot.strategies.round.merge import Wrapped
 from fedrot.strategies.round.outbox import common_model, plain, to_send
 from fedrot.strategies.round.play import PlaysRounds
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
 from fedrot.strategies.wire.arrays import STATISTICS, from_arrays
 from fedrot.strategies.wire.fitting_messages import PRIORS
-from fedrot.strategies.wire.flower_compat import Evaluate
+from fedrot.strategies.wire.flower_compat import Aggregated, Evaluate
 from fedrot.strategies.wire.lazy_grid import LazyGrid, streamed
 from fedrot.tensors import checked_device
 
@@ -293,7 +293,7 @@ class ReplyStrategy(PlaysRounds):
         if ours or metrics is not None:
             metrics = MetricRecord({**(metrics or {}), **ours})
         report_metrics(self.reporting, server_round, TRAIN, metrics)
-        record.check_start(tuple if self._grid is None else self._grid.get_node_ids)
+        record.check_start(self._grid)
         return arrays, metrics
 
     def aggregate_evaluate(
@@ -366,10 +366,12 @@ class ReplyStrategy(PlaysRounds):
         A checkpoint holds those that changed since the run began. A subclass may leave
         out others.
         """
-        kept = {**vars(self), "_verdicts": told(self._verdicts)}
-        for name in _OF_ONE_ROUND:
-            kept.pop(name, None)
-        return kept
+        kept = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in _OF_ONE_ROUND
+        }
+        return {**kept, "_verdicts": told(self._verdicts)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the attributes that a checkpoint holds."""

@@ -15,7 +15,7 @@ from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.arguments import check_functions
 from fedrot.strategies.resume.checkpoints import Checkpointing as Checkpointing
-from fedrot.strategies.wire.arrays import PRECISIONS
+from fedrot.strategies.wire.arrays import check_precision
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,7 @@ class Server:
             raise FedrotError(
                 f"min_replies is {self.min_replies}; it must be at least 1."
             )
-        if self.wire is not None and self.wire not in PRECISIONS:
-            raise FedrotError(
-                f"wire is {self.wire!r}; choose from {', '.join(map(str, PRECISIONS))}."
-            )
+        check_precision("wire", self.wire)
 
 
 @dataclass(frozen=True)

@@ -111,10 +111,11 @@ def figures(reports: Sequence[AlignmentReport]) -> dict[str, float]:
     share removed is of the distance of all groups.
     """
     first = next(iter(shares_shown(reports).values()), None)
-    metrics = {REMOVED: share_removed(reports), MOVED: shares_of(reports).moved}
+    shares = {}
     if first:
-        metrics |= {FOUND: first.share, CHANCE: first.chance_share or 0.0}
-    return metrics
+        shares = {FOUND: first.share, CHANCE: first.chance_share or 0.0}
+    removed = share_removed(reports)
+    return {**shares, REMOVED: removed, MOVED: shares_of(reports).moved}
 
 
 def known_chance(reports: Iterable[AlignmentReport]) -> list[AlignmentReport]:

@@ -17,7 +17,7 @@ from fedrot.errors import FedrotError
 from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.wire.arrays import shapes_of
-from fedrot.strategies.wire.flower_compat import Evaluate
+from fedrot.strategies.wire.flower_compat import Aggregated, Evaluate
 
 Stop = Callable[[int, Result], bool]
 
@@ -142,7 +142,7 @@ class CheckpointedRun(Strategy):
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    ) -> Aggregated:
         """Return a round's model and metrics."""
         noted = self.result.train_metrics_clientapp
         arrays = self.result.arrays if server_round == self.done else None

@@ -123,10 +123,11 @@ class RunState:
                     f"The checkpoint has the state of '{where}.{name}', which this run "
                     "does not have. Resume with the strategy of the checkpoint."
                 )
+            value = decode(coded, arrays)
             if within and access is not None:
-                access[1](decode(coded, arrays))
+                access[1](value)
             else:
-                restored[where][name] = decode(coded, arrays)
+                restored[where][name] = value
         for where, values in restored.items():
             holders[where][1](values)
         self._random = decode(saved["random"], arrays)

@@ -78,8 +78,9 @@ class Asked:
         claimed = question_of(message)
         if not message.has_error():
             return claimed
-        same = (q for q in self.questions if q.message_id == claimed.message_id)
-        return next(same, claimed)
+        same = [q for q in self.questions if q.message_id == claimed.message_id]
+        # Messages that no grid has sent have no ids.
+        return same[0] if len(same) == 1 else claimed
 
     def failed(self, message: Message) -> int | None:
         """Mark an error reply's request as answered; return its client.

@@ -26,7 +26,6 @@ from fedrot.strategies.round.asked import ADAPTER_RECORD, Asked, client_id
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.wire.arrays import (
-    STATISTICS,
     decoded,
     from_arrays,
     headers,
@@ -272,9 +271,7 @@ class Inbox:
                 )
         self.check_labels(message.metadata.src_node_id, read_names(content))
         tensors = self.schema.read(arrays, self.copy)
-        statistics = {}
-        if STATISTICS in content:
-            statistics = read_statistics(content, self.schema.shapes, self.copy)
+        statistics = read_statistics(content, self.schema.shapes, self.copy)
         missing = [kind for kind in self.needs if not brings(statistics, kind)]
         if missing:
             raise UpdateError(

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from logging import WARNING
 
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.common import log
 from flwr.serverapp.strategy import (
     FedAdagrad,
@@ -41,6 +41,7 @@ from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Builder, Moved, MovedBroadcast, Update
 from fedrot.strategies.wire.arrays import from_arrays, records_of_type, without_arrays
 from fedrot.strategies.wire.flower_compat import (
+    Aggregated,
     clips_zero,
     equal_weights,
     metrics_function,
@@ -49,9 +50,6 @@ from fedrot.strategies.wire.flower_compat import (
     without_metrics,
 )
 from fedrot.tensors import Tensors
-
-#: The result of a round: the new model, None if the old one stays, and metrics.
-Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
 
 #: Base strategies that only need the mean of the updates.
 OF_THE_MEAN = (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi)

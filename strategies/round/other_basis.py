@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from logging import INFO, WARNING
@@ -54,14 +54,6 @@ class ClientRequests(NamedTuple):
     config: ConfigRecord
     timeout: float | None
 
-    def of(self, requests: Sequence[Message]) -> Iterable[Message]:
-        """Send requests, and return the answers that arrive before the timeout."""
-        return (
-            streamed(self.grid.send_and_receive(requests, timeout=self.timeout))
-            if requests
-            else ()
-        )
-
 
 class OtherBases:
     """The settings ``OtherBasis``, verified for the model of a run.
@@ -109,7 +101,6 @@ class OtherBases:
         self.options = self.options.for_model(symmetry)
         if self.rotates:
             check_rotates(symmetry)
-        self._prepared = True
         if build is None:
             return
         config = settings_of(model.config)
@@ -126,6 +117,7 @@ class OtherBases:
         # (docs/explanation/stream.md).
         if reads_text(config) and not self.rotates:
             self.evidence = probing(build, config, symmetry)
+        self._prepared = True
 
 
 class FromOtherBases(ToAnchor):
@@ -263,12 +255,15 @@ class FromOtherBases(ToAnchor):
         The first answer to a request counts. An answer that is no alignment, or whose
         result is not finite, is left out, and the warning ``otherwise`` tells why.
         """
+        if not requests:
+            return {}
+        exchange = self.exchange
         # Requests have ids once they are sent.
-        answers = self.exchange.of(requests)
+        answers = exchange.grid.send_and_receive(requests, timeout=exchange.timeout)
         sent = Asked(message.metadata for message in requests)
         silent = dict(zip(sent.questions, asked, strict=True))
         alignments: Found = {}
-        for answer in answers:
+        for answer in streamed(answers):
             update = silent.pop(sent.question(answer), None)
             if update is None:
                 continue

@@ -43,9 +43,7 @@ def common_model(messages: Sequence[Message], record: str | None) -> ArrayRecord
         (model,) = (
             records.values() if len(records) == 1 else (records.get(record or ""),)
         )
-        if model is None or (
-            common is not None and model is not common and dict(model) != dict(common)
-        ):
+        if model is None or (common is not None and dict(model) != dict(common)):
             return None
         common = model
     return common

@@ -20,7 +20,7 @@ from fedrot.strategies.round.inbox import Inbox, Schema
 from fedrot.strategies.round.merge import Averaged, Listed, Merge
 from fedrot.strategies.round.outbox import integers_of
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Builder, MovedBroadcast, Update
+from fedrot.strategies.round.update import Builder, MovedBroadcast, Update, Updates
 from fedrot.strategies.settings import Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.flower_compat import figures_of
@@ -28,15 +28,15 @@ from fedrot.strategies.wire.label_names import Names, check_names, wanted_names
 from fedrot.tensors import Tensors
 
 #: Returns all updates of a round in the order in which they are merged.
-Order = Callable[[list[Update]], list[Update]]
+Order = Callable[[Updates], Updates]
 
 
-def by_client(updates: list[Update]) -> list[Update]:
+def by_client(updates: Updates) -> Updates:
     """Sort by the ids that clients send, so that a client chooses its place."""
     return sorted(updates, key=attrgetter("client"))
 
 
-def by_contents(updates: list[Update]) -> list[Update]:
+def by_contents(updates: Updates) -> Updates:
     """Sort by a hash of each update's checksum and the checksums of all updates.
 
     A client cannot choose its place, because it does not know the updates of the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,6 +12,7 @@ from typing import Any
 import flwr
 import torch
 from flwr.common import log
+from flwr.serverapp import Grid
 
 import fedrot
 from fedrot.aggregation import Aggregator
@@ -165,19 +166,18 @@ class RoundRecord:
             }
         )
 
-    def check_start(self, nodes: Callable[[], Iterable[int]]) -> None:
+    def check_start(self, grid: Grid | None) -> None:
         """End the run if every reply of round 1 was dropped for the same reason.
 
         Such a reason is an error of the program, and would occur in every round. The
         run continues if a client has failed or has not answered, if reasons differ, or
-        if one of several connected clients was asked. ``nodes`` returns the ids of all
-        connected nodes.
+        if one of several connected clients was asked.
         """
         reasons = {reason for _, reason in self.dropped}
         clients = {client for client, _ in self.dropped}
         if self.number > 1 or len(reasons) != 1 or self.accepted or self.failed:
             return
-        if len(clients) > 1 or len(list(nodes())) <= 1:
+        if len(clients) > 1 or grid is None or len([*grid.get_node_ids()]) <= 1:
             raise FedrotError(
                 "Every reply of the first round was dropped for the same reason. Fix "
                 f"the ClientApp and start again. The reason: {reasons.pop()}"

@@ -71,10 +71,7 @@ def to_arrays(tensors: Tensors, dtype: torch.dtype | None = None) -> ArrayRecord
         FedrotError: ``dtype`` is not in ``PRECISIONS``, or a tensor cannot be sent
             (complex, float8, sparse).
     """
-    if dtype is not None and dtype not in PRECISIONS:
-        raise FedrotError(
-            f"Weights are sent as {', '.join(map(str, PRECISIONS))}, not as {dtype}."
-        )
+    check_precision("dtype", dtype)
     arrays = ArrayRecord()
     first = dict[tuple[object, ...], str]()
     for name, tensor in tensors.items():
@@ -96,6 +93,16 @@ def to_arrays(tensors: Tensors, dtype: torch.dtype | None = None) -> ArrayRecord
             if tensor.numel():
                 first[memory] = name
     return arrays
+
+
+def check_precision(
+    name: str, dtype: object, choices: Sequence[torch.dtype] = PRECISIONS
+) -> None:
+    """Raise ``FedrotError`` unless the argument ``name`` is None or a precision."""
+    if dtype is not None and dtype not in choices:
+        raise FedrotError(
+            f"{name} is {dtype!r}; choose from {', '.join(map(str, choices))}."
+        )
 
 
 def from_arrays(record: ArrayRecord, *, writable: bool = False) -> TensorDict:
@@ -239,10 +246,11 @@ def header(name: str, array: Array) -> Header:
     shape = tuple(map(int, dims))
     bits = array.stype == BFLOAT16
     held = "bfloat16" if bits and stored == np.uint16 else str(stored)
-    # Flower's legacy workflows leave both fields empty.
-    silent = not bits and (array.dtype, array.shape) == ("", ())
-    agrees = (array.dtype, array.shape) == (held, shape)
-    if not silent and not (agrees and bits == (held == "bfloat16")):
+    possible = [(held, shape)]
+    if not bits:
+        # Flower's legacy workflows leave both fields empty.
+        possible.append(("", ()))
+    if (array.dtype, array.shape) not in possible or bits != (held == "bfloat16"):
         claim = f"{array.dtype!r:.60} {array.shape!r:.60}"
         raise _unreadable(
             name, f"claims to be {claim}, but its header says {held} {shape!r:.60}"

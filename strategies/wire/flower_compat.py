@@ -37,6 +37,9 @@ MetricsFunction = Callable[[list[RecordDict], str], MetricRecord]
 #: Evaluates a round's model at the server: Flower's ``evaluate_fn``.
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
+#: The result of a round: the new model, None if the old one stays, and metrics.
+Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
+
 #: The legacy workflows' record of the model, without names, shapes and dtypes.
 UNNAMED_MODEL = "fitins.parameters"
 

@@ -10,6 +10,7 @@ from fedrot.collect.statistics import check_statistics
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.wire.arrays import (
     STATISTICS,
+    check_precision,
     decode,
     encode,
     records_of_type,
@@ -20,6 +21,9 @@ from fedrot.tensors import Shapes, TensorDict
 _KIND = "/"
 _NAMES = "|"
 
+#: The precisions in which statistics can be sent.
+STATISTICS_PRECISIONS = (torch.float32, torch.bfloat16)
+
 
 def wanted_statistics(message: Message) -> tuple[str, ...]:
     """Return the kinds of statistics that the server asks for in a training request."""
@@ -27,14 +31,6 @@ def wanted_statistics(message: Message) -> tuple[str, ...]:
         if STATISTICS in config:
             return tuple(kind for kind in str(config[STATISTICS]).split(",") if kind)
     return ()
-
-
-def check_precision(dtype: torch.dtype) -> None:
-    """Raise ``FedrotError`` unless statistics can be sent in a dtype."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise FedrotError(
-            f"Statistics are sent as float32 or bfloat16, not as {dtype}."
-        )
 
 
 def statistics_record(
@@ -51,7 +47,7 @@ def statistics_record(
     Raises:
         FedrotError: another dtype, or the name of a tensor has a '|'.
     """
-    check_precision(dtype)
+    check_precision("dtype", dtype, STATISTICS_PRECISIONS)
     odd = [
         name for by_name in statistics.values() for name in by_name if _NAMES in name
     ]

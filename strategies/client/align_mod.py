@@ -203,7 +203,7 @@ def _received(record: str, arrays: ArrayRecord, described: object) -> _Model:
             "workflows. Give align_mod a Symmetry (fedrot.symmetry_of) whose shapes "
             "are in their order."
         )
-    check_shapes(described, shapes, "received")
+    check_shapes(described, shapes)
     return model
 
 

@@ -117,7 +117,20 @@ def _match(message: Message, matching: Matching) -> Alignment:
         model.load_state_dict(tensors)
         model.eval()
     if config[LEARN]:
-        return _learned(anchor_model, update, anchor, symmetry, matching)
+        learning = matching.learning
+        if not symmetry.rotates:
+            # A residual stream that can only be permuted is not moved.
+            parts = tuple(part for part in learning.parts if part != "residual")
+            learning = replace(learning, parts=parts)
+        return learn_alignment(
+            loss_of(anchor_model),
+            matching.batches(),
+            update,
+            anchor,
+            symmetry,
+            alignment_of((), update, anchor, symmetry),
+            learning,
+        ).alignment
     inputs = (forward_inputs(anchor_model, batch) for batch in matching.batches())
     return align(
         update,
@@ -126,24 +139,6 @@ def _match(message: Message, matching: Matching) -> Alignment:
         options,
         collect_activations(anchor_model, update_model, inputs, symmetry),
     )
-
-
-def _learned(
-    model: nn.Module,
-    update: Tensors,
-    anchor: Tensors,
-    symmetry: Symmetry,
-    matching: Matching,
-) -> Alignment:
-    """Learn rotations; a residual stream that can only be permuted is not moved."""
-    parts = matching.learning.parts
-    if not symmetry.rotates:
-        parts = tuple(part for part in parts if part != "residual")
-    options = replace(matching.learning, parts=parts)
-    start = alignment_of((), update, anchor, symmetry)
-    return learn_alignment(
-        loss_of(model), matching.batches(), update, anchor, symmetry, start, options
-    ).alignment
 
 
 def request(

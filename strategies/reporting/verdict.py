@@ -110,7 +110,7 @@ def figures(reports: Sequence[AlignmentReport]) -> dict[str, float]:
     distance of this movement's groups, and left out if no reply has a known chance. The
     share removed is of the distance of all groups.
     """
-    first = next(iter(shares_shown(reports).values()), None)
+    first = next(iter(shares_shown(known_chance(reports)).values()), None)
     shares = {}
     if first:
         shares = {FOUND: first.share, CHANCE: first.chance_share or 0.0}
@@ -150,8 +150,7 @@ def percent(share: float) -> str:
 
 
 def shares_shown(reports: Iterable[AlignmentReport]) -> dict[str, Shares]:
-    """Return by movement the shares of its own groups, where chance is known."""
-    reports = known_chance(reports)
+    """Return by movement the shares of its own groups; chance is known in reports."""
     shares = {
         name: shares_of(reports, *movement.parts)
         for name, movement in MOVEMENTS.items()

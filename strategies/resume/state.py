@@ -37,6 +37,12 @@ _GENERATORS: dict[str, Access] = {
     "torch": (torch.get_rng_state, torch.set_rng_state),
 }
 
+_NOT_SAVED = (
+    "Not in the checkpoints, and lost when the run is resumed: %s Give its class the "
+    "methods state_dict and load_state_dict, or the strategy the methods state and "
+    "restore."
+)
+
 
 class RunState:
     """The state of a run, without the model.
@@ -86,8 +92,13 @@ class RunState:
                 coded = encode(access[0]() if access else value, ".".join(key), bulk)
             except UnknownValueError as error:
                 changed = [*map(id, parts)] != [*map(id, _parts(value))]
-                if changed or access or isinstance(value, Collection):
-                    self._warn_of(value, str(error))
+                # fedrot's own objects have no state beyond a round.
+                ours = type(value).__module__.startswith("fedrot.")
+                reason = str(error)
+                stateful = changed or access or isinstance(value, Collection)
+                if stateful and not ours and reason not in self._warned:
+                    self._warned.add(reason)
+                    log(WARNING, _NOT_SAVED, reason)
                 continue
             if access or json.dumps(coded) != plain:
                 entries.append((*key, access is not None, coded))
@@ -150,20 +161,6 @@ class RunState:
             for name, value in values.items():
                 if not isinstance(value, Strategy):
                     yield (where, name), value
-
-    def _warn_of(self, value: Any, error: str) -> None:
-        # fedrot's own objects have no state beyond a round.
-        if error not in self._warned and not type(value).__module__.startswith(
-            "fedrot."
-        ):
-            log(
-                WARNING,
-                "Not in the checkpoints, and lost when the run is resumed: %s Give its "
-                "class the methods state_dict and load_state_dict, or the strategy the "
-                "methods state and restore.",
-                error,
-            )
-            self._warned.add(error)
 
 
 def _strategies(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ def _tensor(parts: list[Any]) -> Tensor:
 
 #: By type that JSON lacks: functions that return a value of other types, and the value
 #: again.
-_CODES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+_CODES: dict[type, Any] = {
     float: (
         lambda x: struct.pack(">d", x).hex(),
         lambda x: struct.unpack(">d", bytes.fromhex(x))[0],

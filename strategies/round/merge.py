@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from logging import WARNING
 
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp.strategy import (
     FedAdagrad,
@@ -32,7 +32,6 @@ from fedrot.strategies.round.inbox import (
 from fedrot.strategies.round.outbox import (
     as_sent,
     integers_of,
-    of_mean,
     plain,
     restored,
     with_tensors,
@@ -141,8 +140,11 @@ class Averaged:
             )
         if merged is None or wrapped.wrapped_class is FedAvg:
             return merged, metrics
-        # The base strategy receives the mean as the round's only update.
-        mean = of_mean(merged, wrapped.weighted_by)
+        # The base strategy receives the mean as the round's only update, in a message
+        # like one client's reply.
+        weight = MetricRecord({wrapped.weighted_by: 1})
+        content = RecordDict({"arrays": merged, "metrics": weight})
+        mean = Message(content, dst_node_id=0, message_type=MessageType.TRAIN)
         integers = integers_of(merged)
         # Flower's strategies replace attributes, and change none in place.
         state = vars(wrapped.strategy)
@@ -153,7 +155,7 @@ class Averaged:
             arrays, _ = _aggregated(wrapped, record.number, [mean], moved)
         if arrays is not None:
             arrays = restored(arrays, wrapped.broadcast, integers)
-            if record.finite(from_arrays(arrays)):
+            if record.finite(arrays):
                 return arrays, metrics
         state.clear()
         state.update(before)
@@ -195,7 +197,7 @@ class Averaged:
         merged = aggregator.release()
         self.record.note(aggregator)
         encoded = as_sent(merged, sent)
-        return encoded if self.record.finite(from_arrays(encoded)) else None
+        return encoded if self.record.finite(encoded) else None
 
 
 class Listed:
@@ -265,25 +267,27 @@ class Listed:
             return None, metrics
         if arrays.keys() == wrapped.broadcast.keys():
             arrays = restored(arrays, wrapped.broadcast, self._integers)
-        return arrays if record.finite(from_arrays(arrays)) else None, metrics
+        return arrays if record.finite(arrays) else None, metrics
 
     def _alike(self, wrapped: Wrapped) -> list[Update]:
-        """Drop the updates that the base strategy could not aggregate with most."""
-        good, odd = with_common_layout(self._held, _layout)
+        """Drop the updates that the base strategy could not aggregate with most.
+
+        Record names and metrics have to be equal, and for some strategies weights.
+        """
+        equal = equal_weights(wrapped.strategy)
+
+        def layout(update: Update) -> tuple[object, ...]:
+            weight = (update.weight,) if equal else ()
+            return update.record, *metrics_layout(update.message.content), *weight
+
+        good, odd = with_common_layout(self._held, layout)
         for update in odd:
             self.record.drop(
                 update.client,
-                f"Its records and metrics are {_layout(update)}, most clients' are "
-                f"{_layout(good[0])}. Send the same metrics from every client.",
+                f"Its records, metrics and weight are {layout(update)}, most clients' "
+                f"are {layout(good[0])}. Send the same metrics from every client, and "
+                "equal weights for a privacy accountant.",
             )
-        if equal_weights(wrapped.strategy):
-            good, odd = with_common_layout(good, lambda update: (update.weight,))
-            for update in odd:
-                self.record.drop(
-                    update.client,
-                    f"Its weight is {update.weight:g}, most clients' is "
-                    f"{good[0].weight:g}. The privacy accountant needs equal weights.",
-                )
         return good
 
 
@@ -306,11 +310,6 @@ def _aggregated(
                 lambda: plain(as_sent(dict(moved()), wrapped.broadcast)),
             )
     return wrapped.aggregate(number, messages)
-
-
-def _layout(update: Update) -> tuple[object, ...]:
-    """Return what Flower's strategies need to be equal: record names and metrics."""
-    return update.record, *metrics_layout(update.message.content)
 
 
 def _with_metrics(told: Sequence[Told]) -> list[RecordDict]:

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Sequence
 
 import torch
-from flwr.app import Array, ArrayRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 
 from fedrot.strategies.round.update import Moved
 from fedrot.strategies.wire.arrays import (
@@ -123,14 +123,6 @@ def with_tensors(moved: Moved) -> Message:
     message = copy.copy(update.message)
     message.content = content
     return message
-
-
-def of_mean(arrays: ArrayRecord, weighted_by_key: str) -> Message:
-    """Return the mean of a round's updates as a message like one client's reply."""
-    content = RecordDict(
-        {"arrays": arrays, "metrics": MetricRecord({weighted_by_key: 1})}
-    )
-    return Message(content, dst_node_id=0, message_type=MessageType.TRAIN)
 
 
 def _floating(array: Array) -> bool:

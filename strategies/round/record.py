@@ -11,6 +11,7 @@ from typing import Any
 
 import flwr
 import torch
+from flwr.app import ArrayRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 
@@ -20,7 +21,7 @@ from fedrot.errors import FedrotError, SymmetryError, UpdateError, legible, refu
 from fedrot.report import AlignmentReport
 from fedrot.strategies.reporting import verdict
 from fedrot.strategies.round.update import Moved
-from fedrot.strategies.wire.arrays import model_hash
+from fedrot.strategies.wire.arrays import from_arrays, model_hash
 from fedrot.tensors import Tensors, check_finite
 
 #: Versions of what computes a round, for rows with hashes.
@@ -127,10 +128,10 @@ class RoundRecord:
         )
         return False
 
-    def finite(self, tensors: Tensors) -> bool:
+    def finite(self, arrays: ArrayRecord) -> bool:
         """Return whether a new model is finite; if not, the round fails."""
         try:
-            check_finite(tensors)
+            check_finite(from_arrays(arrays))
         except UpdateError as error:
             self.lose(f"the aggregation is not finite. {error}")
             return False

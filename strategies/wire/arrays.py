@@ -414,7 +414,9 @@ def without_arrays(content: RecordDict) -> RecordDict:
     small = RecordDict(records_of_type(content, MetricRecord))
     left = _LARGEST_CONFIGURATIONS
     for name, record in records_of_type(content, ConfigRecord).items():
-        left -= _size(name, record)
+        values = (value for _, value in singly(record))
+        numbers = sum(len(v) if isinstance(v, str | bytes) else 8 for v in values)
+        left -= len(name) + numbers + sum(map(len, record))
         if left >= 0:
             small[name] = record
     return small
@@ -422,10 +424,3 @@ def without_arrays(content: RecordDict) -> RecordDict:
 
 #: Approximate bytes of a reply's configurations that are kept until the round ends.
 _LARGEST_CONFIGURATIONS = 2**16
-
-
-def _size(name: str, record: ConfigRecord) -> int:
-    """Return the approximate size of a configuration in bytes."""
-    values = (value for _, value in singly(record))
-    numbers = sum(len(v) if isinstance(v, str | bytes) else 8 for v in values)
-    return len(name) + numbers + sum(map(len, record))

@@ -144,5 +144,11 @@ class Aligned(ReplyStrategy):
         if self.other_bases is None:
             return ToAnchor(plan, broadcast, record, mean)
         assert self._grid is not None  # from configure_train
-        exchange = ClientRequests(self._grid, self._config, self._timeout)
-        return FromOtherBases(plan, self.other_bases, broadcast, record, mean, exchange)
+        return FromOtherBases(
+            plan,
+            self.other_bases,
+            broadcast,
+            record,
+            mean,
+            ClientRequests(self._grid, self._config, self._timeout),
+        )

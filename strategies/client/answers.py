@@ -192,7 +192,9 @@ class _Request:
             site = ConfigRecord({"name": str(data.name), "chose": data.test is None})
             return RecordDict({FIGURES: to_arrays(figures), SITE: site})
         task_heads = [TaskHeads(**tensors) for tensors in heads]
-        losses = compare_losses(models, held_out, kind[0], task_heads, kind[1])
+        losses = compare_losses(
+            models, held_out, self._task_head, task_heads, self._problem_type
+        )
         return RecordDict({LOSSES: to_arrays(vars(losses))})
 
     def _bodies(self) -> list[Tensors] | None:

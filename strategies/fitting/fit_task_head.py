@@ -134,11 +134,15 @@ class TaskHeadFitting:
                 f"The model has no layer '{task_head}'; see "
                 "fedrot.task_head.task_head_of."
             )
-        usual = usual_problem_type(len(weight)) if is_adapter else None
+        problem_type = (
+            usual_problem_type(len(weight))
+            if is_adapter
+            else problem_type_of(described)
+        )
         return Clients(
             grid,
             task_head,
-            problem_type_of({} if is_adapter else described, usual),
+            problem_type,
             config,
             timeout,
             described,

@@ -64,7 +64,7 @@ _VISIBLE = 0.0005
 
 
 def verdict(
-    reports: Iterable[AlignmentReport],
+    reports: Sequence[AlignmentReport],
     *,
     accepted: int,
     aligned: bool = True,
@@ -92,7 +92,6 @@ def verdict(
         return f"{_LOST}{lost.removesuffix('.')}"
     if not aligned:
         return OFF
-    reports = list(reports)
     known = known_chance(reports)
     others = [report for report in reports if report.chance() is None]
     sentences = (_against_chance(known), _removed(others, other_basis))

@@ -57,8 +57,8 @@ def run(
             model or strategy; another run writes to the folder; a checkpoint cannot be
             written.
     """
-    train_config = ConfigRecord() if train_config is None else train_config
-    evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
+    train_config = train_config or ConfigRecord()
+    evaluate_config = evaluate_config or ConfigRecord()
     killed_in_first = checkpoints.used()
     with checkpoints.writing():
         state = RunState(strategy, train_config, evaluate_config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -84,11 +85,7 @@ def encode(value: Any, path: str, arrays: NamedArrays) -> Any:
             safetensors lacks.
     """
     kind: type = np.generic if isinstance(value, np.generic) else type(value)
-    if (
-        value is None
-        or kind in (bool, int, str)
-        or (kind is float and math.isfinite(value))
-    ):
+    if kind in (NoneType, bool, int, str) or (kind is float and math.isfinite(value)):
         return value
     if kind is list:
         return [encode(item, path, arrays) for item in value]

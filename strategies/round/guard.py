@@ -87,8 +87,7 @@ class Guard:
     evaluate: Evaluate | None = None
 
     def __post_init__(self) -> None:
-        metric: object = self.metric
-        if not isinstance(metric, str) or not metric:
+        if not (self.metric and isinstance(self.metric, str)):
             raise FedrotError(
                 f"metric is {self.metric!r}; give the name of a metric, like "
                 "'accuracy'."

@@ -107,15 +107,16 @@ def averageable(
     """
     judged = [(item, not_finite(item.content)) for item in items]
     finite = [item for item, what in judged if not what]
-    for item, what in judged:
-        if what and finite:
-            leave_out(item, f"{what} Send a finite number, or omit this metric.")
     if items and not finite:
         log(
             WARNING,
             "No client has finite metrics only. Of the first: %s",
             legible(judged[0][1]),
         )
+    else:
+        for item, what in judged:
+            if what:
+                leave_out(item, f"{what} Send a finite number, or omit this metric.")
     good, odd = with_common_layout(
         finite or items, lambda item: metrics_layout(item.content)
     )

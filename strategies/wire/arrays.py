@@ -77,8 +77,8 @@ def to_arrays(tensors: Tensors, dtype: torch.dtype | None = None) -> ArrayRecord
     for name, tensor in tensors.items():
         if why := unusable(tensor):
             raise FedrotError(f"The tensor '{name}' {why}.")
-        cast = dtype is not None and tensor.is_floating_point()
-        sent = tensor.detach().to(dtype if cast else tensor.dtype).cpu()
+        wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        sent = tensor.detach().to(wanted).cpu()
         memory = (
             tensor.device,
             tensor.data_ptr(),

@@ -130,7 +130,7 @@ class Reporting:
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append to the file of rows, if there is one."""
-        if self.rows_path is not None:
+        if self.rows_path:
             append_rows(self.rows_path, rows)
 
     @property
@@ -139,7 +139,7 @@ class Reporting:
         return Path(self.rows).resolve() if self.rows is not None else None
 
     def __post_init__(self) -> None:
-        if self.rows_path is not None and self.rows_path.is_dir():
+        if self.rows_path and self.rows_path.is_dir():
             raise FedrotError(
                 f"rows is the folder '{self.rows}'; give a file in this folder."
             )

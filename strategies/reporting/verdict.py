@@ -168,15 +168,17 @@ def _against_chance(reports: Sequence[AlignmentReport]) -> str:
     beyond = {name: shares for name, shares in shown.items() if shares.exceeds(1)}
     moved = shares_of(reports).moved
     of = " of the distance" if moved else ""
-    shares = "; ".join(
-        f"{name} {percent(shares.share)}{of}, "
-        f"chance {percent(shares.chance_share or 0.0)}"
-        for name, shares in shown.items()
-    )
+
+    def line(name: str) -> str:
+        share = percent(shown[name].share)
+        chance = percent(shown[name].chance_share or 0.0)
+        return f"{name} {share}{of}, chance {chance}"
+
+    text = "; ".join(map(line, shown))
     if not moved:
-        return f"{'too little' if beyond else 'nothing'} beyond chance ({shares})"
+        return f"{'too little' if beyond else 'nothing'} beyond chance ({text})"
     causes = [MOVEMENTS[name].cause for name, shares in beyond.items() if shares.moved]
-    return f"{shares}: {' and '.join(causes) or 'no more than chance in all'}"
+    return f"{text}: {' and '.join(causes) or 'no more than chance in all'}"
 
 
 def _removed(reports: Sequence[AlignmentReport], other_basis: int) -> str:

@@ -96,7 +96,7 @@ class Asked:
     @property
     def silent(self) -> list[int]:
         """The clients that have not answered, by their own ids or else by node id."""
-        silent = (question for question, is_open in self.questions.items() if is_open)
+        silent = filter(self.questions.get, self.questions)
         return sorted(map(self._client, silent))
 
     def _client(self, question: Question) -> int:

@@ -165,7 +165,7 @@ class Comparison:
         def once(number: int, arrays: ArrayRecord) -> MetricRecord | None:
             known = self._known
             self._known = None
-            if known is not None and known[0] == number and known[1] is arrays:
+            if known and known[0] == number and known[1] is arrays:
                 return known[2]
             metrics = evaluate(number, arrays)
             if number == 0 and metrics is not None:

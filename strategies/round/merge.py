@@ -302,7 +302,7 @@ def _aggregated(
     moved: MovedBroadcast,
 ) -> Aggregated:
     """Let the strategy aggregate; ``moved`` makes the model that it subtracts."""
-    if moved is not None:
+    if moved:
         # A broadcast model that cannot be matched is not moved.
         with suppress(UpdateError):
             set_broadcast(

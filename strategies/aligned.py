@@ -14,7 +14,7 @@ from fedrot.options import AlignmentOptions, checked_options
 from fedrot.strategies import arguments
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.round.aligner import Aligner, AlignmentPlan, ToAnchor
-from fedrot.strategies.round.guard import Guard, comparison_of
+from fedrot.strategies.round.guard import Comparison, Guard
 from fedrot.strategies.round.merge import OF_THE_MEAN
 from fedrot.strategies.round.other_basis import (
     ClientRequests,
@@ -89,7 +89,7 @@ class Aligned(ReplyStrategy):
         if self.aligns and self.other_bases is not None:
             self.waits = self.waits or self.other_bases.needs_all
         if guard is not None:
-            self.comparison = comparison_of(
+            self.comparison = Comparison(
                 guard, self.all_options, aggregates=self.aggregation is not None
             )
 
@@ -143,7 +143,12 @@ class Aligned(ReplyStrategy):
         plan = AlignmentPlan(self.symmetry, self.alignment, self._device)
         if self.other_bases is None:
             return ToAnchor(plan, broadcast, record, mean)
-        exchange = None
-        if self._grid is not None:
-            exchange = ClientRequests(self._grid, self._config, self._timeout)
-        return FromOtherBases(plan, self.other_bases, broadcast, record, mean, exchange)
+        assert self._grid is not None  # from configure_train
+        return FromOtherBases(
+            plan,
+            self.other_bases,
+            broadcast,
+            record,
+            mean,
+            ClientRequests(self._grid, self._config, self._timeout),
+        )

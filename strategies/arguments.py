@@ -40,9 +40,14 @@ _SERVER_SIDE = (
 
 
 def check_functions(owner: object, *names: str) -> None:
-    """Check that settings are functions, and not what the functions return."""
+    """Check that settings are functions, and not what the functions return.
+
+    A setting with a default may be None.
+    """
     for name in names:
         function = getattr(owner, name)
+        if function is None and hasattr(type(owner), name):
+            continue
         if isinstance(function, nn.Module) or not callable(function):
             raise FedrotError(
                 f"{name} of {type(owner).__name__} is a {type(function).__name__}; "
@@ -125,7 +130,7 @@ def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
         tensors = from_arrays(arrays)
         symmetry = symmetry_of(described, tensors)
         return replace(symmetry, tied=symmetry.tied or _equal_tables(symmetry, tensors))
-    check_shapes(described, shapes_of(arrays), "broadcast")
+    check_shapes(described, shapes_of(arrays))
     return described
 
 
@@ -143,17 +148,14 @@ def _equal_tables(symmetry: Symmetry, tensors: Tensors) -> tuple[tuple[str, ...]
     return tuple(pairs)
 
 
-def check_shapes(symmetry: Symmetry, shapes: Shapes, origin: str) -> None:
-    """Raise ``SymmetryError`` if shapes differ.
-
-    ``origin`` is "broadcast" or "received".
-    """
+def check_shapes(symmetry: Symmetry, shapes: Shapes) -> None:
+    """Raise ``SymmetryError`` if the shapes of a model differ from a symmetry's."""
     different = sorted(dict(shapes.items() ^ symmetry.shapes.items()))
     if different:
         raise SymmetryError(
-            f"The symmetry was built for another model: '{different[0]}' differs from "
-            f"the model that was {origin}. Give the configuration, or the symmetry, of "
-            "this model."
+            f"The symmetry was built for another model: '{different[0]}' differs in "
+            "the model that clients receive. Give the configuration, or the symmetry, "
+            "of this model."
         )
 
 
@@ -224,7 +226,7 @@ def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:
         )
 
 
-def check_not_behind(strategy: Strategy) -> None:
+def check_not_behind(strategy: Any) -> None:
     """Refuse to run inside a privacy wrapper.
 
     The wrapper clips updates before the strategy aligns them, and does not see the sums
@@ -236,7 +238,7 @@ def check_not_behind(strategy: Strategy) -> None:
             and caller.strategy is strategy
         ):
             name = type(caller).__name__
-            if getattr(strategy, "fit_head", False):
+            if strategy.fit_head:
                 raise FedrotError(
                     f"{name} bounds what updates tell, and the task head is fitted to "
                     "other sums of the clients. Omit fit_head."

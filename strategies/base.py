@@ -12,7 +12,6 @@ from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
-from fedrot._io import append_rows
 from fedrot.errors import FedrotError
 from fedrot.strategies import arguments
 from fedrot.strategies.reporting.rows import (
@@ -29,16 +28,17 @@ from fedrot.strategies.reporting.verdict import (
     run_lines,
     told,
 )
-from fedrot.strategies.resume.run import run
+from fedrot.strategies.resume.run import Stop, run
 from fedrot.strategies.round.asked import Asked, sent_by
 from fedrot.strategies.round.evaluations import readable_evaluations
-from fedrot.strategies.round.merge import Aggregated, Wrapped
+from fedrot.strategies.round.merge import Wrapped
 from fedrot.strategies.round.outbox import common_model, plain, to_send
 from fedrot.strategies.round.play import PlaysRounds
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
 from fedrot.strategies.wire.arrays import STATISTICS, from_arrays
 from fedrot.strategies.wire.fitting_messages import PRIORS
+from fedrot.strategies.wire.flower_compat import Aggregated, Evaluate
 from fedrot.strategies.wire.lazy_grid import LazyGrid, streamed
 from fedrot.tensors import checked_device
 
@@ -131,8 +131,8 @@ class ReplyStrategy(PlaysRounds):
         timeout: float = 3600,
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
-        should_stop: Callable[[int, Result], bool] | None = None,
+        evaluate_fn: Evaluate | None = None,
+        should_stop: Stop | None = None,
         **further: Any,
     ) -> Result:
         """Run the rounds as Flower's ``Strategy.start``; replies are fetched singly.
@@ -269,7 +269,6 @@ class ReplyStrategy(PlaysRounds):
             aggregate=super().aggregate_train,  # type: ignore[safe-super]
             weighted_by=self._weighted_by,
             broadcast=self._broadcast,
-            align=self.aligns,
             min_replies=self.server.min_replies,
         )
         arrays, metrics = merge.result(wrapped, moved_broadcast)
@@ -279,19 +278,22 @@ class ReplyStrategy(PlaysRounds):
         if self.reporting.hashes:
             broadcast = from_arrays(self._broadcast)
             schema = self.schema(broadcast)
-            after = None if arrays is None else from_arrays(arrays)
+            if arrays is None:
+                # A round without a new model has averaged nothing.
+                record.origins.clear()
             record.add_hashes(
-                broadcast, after, {**schema.settings, **schema.about(broadcast)}
+                broadcast,
+                from_arrays(arrays or self._broadcast),
+                {**schema.settings, **schema.about(broadcast)},
             )
-        if self.reporting.rows_path is not None:
-            append_rows(self.reporting.rows_path, record.rows())
+        self.reporting.append(record.rows())
         self._verdicts[server_round] = record.log_end(
             self.aligns, self.fit_head is not False
         )
         if ours or metrics is not None:
             metrics = MetricRecord({**(metrics or {}), **ours})
         report_metrics(self.reporting, server_round, TRAIN, metrics)
-        record.check_start(tuple if self._grid is None else self._grid.get_node_ids)
+        record.check_start(self._grid)
         return arrays, metrics
 
     def aggregate_evaluate(
@@ -364,10 +366,12 @@ class ReplyStrategy(PlaysRounds):
         A checkpoint holds those that changed since the run began. A subclass may leave
         out others.
         """
-        kept = {**vars(self), "_verdicts": told(self._verdicts)}
-        for name in _OF_ONE_ROUND:
-            kept.pop(name, None)
-        return kept
+        kept = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in _OF_ONE_ROUND
+        }
+        return {**kept, "_verdicts": told(self._verdicts)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the attributes that a checkpoint holds."""
@@ -384,11 +388,9 @@ class ReplyStrategy(PlaysRounds):
         """Return whether the round's model is known, or is found in the messages."""
         if self._begun == server_round:
             return True
-        messages: list[Message] = []
-        if isinstance(self._grid, LazyGrid):
-            messages += self._grid.replies.asked.values()
-        if not messages:
+        if not isinstance(self._grid, LazyGrid) or not self._grid.replies.asked:
             return bool(self._broadcast)
+        messages = [*self._grid.replies.asked.values()]
         self.check_own_messages(messages)
         arrays = common_model(
             messages, getattr(self._weighting, "arrayrecord_key", None)

@@ -82,7 +82,14 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
         checkpoints: Checkpointing | None = None,
         reporting: Reporting | None = None,
     ) -> None:
-        self.aggregation = _builder(aggregation)
+        if isinstance(aggregation, str):
+            aggregation = aggregation_named(aggregation)
+        if aggregation is not None and not callable(aggregation):
+            raise FedrotError(
+                f"aggregation is a {type(aggregation).__name__}; give a name, or a "
+                "class: RegMean."
+            )
+        self.aggregation = aggregation
         super().__init__(
             model_config,
             alignment=alignment,
@@ -157,17 +164,3 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
     def aggregator(self, server_round: int) -> Builder | None:
         """Return the aggregation."""
         return self.aggregation or super().aggregator(server_round)
-
-
-def _builder(
-    aggregation: str | Builder | None,
-) -> Builder | None:
-    """Return the function that builds an aggregation, given it or a name."""
-    if isinstance(aggregation, str):
-        return aggregation_named(aggregation)
-    if aggregation is not None and not callable(aggregation):
-        raise FedrotError(
-            f"aggregation is a {type(aggregation).__name__}; give a name, or a class: "
-            "RegMean."
-        )
-    return aggregation

@@ -187,22 +187,19 @@ class AdapterSchema(Schema):
             for name, axis in ((pair.a, 0), (pair.b, 1)):
                 wanted = shapes[name]
                 sent = tuple(tensors[name].shape) if name in tensors else ()
-                if len(sent) == len(wanted) and 0 < (rank := sent[axis]) != (
-                    most := wanted[axis]
-                ):
-                    needed = [] if self.smaller else ["AdapterOptions('exact')"]
-                    needed += (
-                        ["an initial adapter of the largest rank"]
-                        if rank > most
-                        else []
+                # What is missing or has another number of axes is refused below.
+                if len(sent) != len(wanted) or not sent[axis]:
+                    continue
+                rank = sent[axis]
+                most = wanted[axis]
+                if rank > most or (rank < most and not self.smaller):
+                    raise UpdateError(
+                        f"The factor '{name}' has rank {rank}, the broadcast factor "
+                        f"{most}. Clients of different ranks need "
+                        "AdapterOptions('exact') and an initial adapter of the "
+                        "largest rank."
                     )
-                    if needed:
-                        raise UpdateError(
-                            f"The factor '{name}' has rank {rank}, the broadcast "
-                            f"factor {most}. Clients of different ranks need "
-                            f"{' and '.join(needed)}."
-                        )
-                    shapes[name] = (*wanted[:axis], rank, *wanted[axis + 1 :])
+                shapes[name] = (*wanted[:axis], rank, *wanted[axis + 1 :])
         check_update(tensors, shapes)
 
     def about(self, tensors: Tensors) -> dict[str, Any]:

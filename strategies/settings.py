@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from fedrot._io import append_rows
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.arguments import check_functions
 from fedrot.strategies.resume.checkpoints import Checkpointing as Checkpointing
-from fedrot.strategies.wire.arrays import PRECISIONS
+from fedrot.strategies.wire.arrays import check_precision
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,7 @@ class OtherBasis:
     learning_passes: int = 0
 
     def __post_init__(self) -> None:
-        if self.model is not None:
-            check_functions(self, "model")
+        check_functions(self, "model")
         if self.model is None and self.options is None:
             raise FedrotError("OtherBasis needs 'model' or 'options', or both.")
         if self.learning_passes < 0:
@@ -97,10 +98,7 @@ class Server:
             raise FedrotError(
                 f"min_replies is {self.min_replies}; it must be at least 1."
             )
-        if self.wire is not None and self.wire not in PRECISIONS:
-            raise FedrotError(
-                f"wire is {self.wire!r}; choose from {', '.join(map(str, PRECISIONS))}."
-            )
+        check_precision("wire", self.wire)
 
 
 @dataclass(frozen=True)
@@ -130,13 +128,18 @@ class Reporting:
     on_round: Callable[[int, dict[str, float]], object] | None = None
     hashes: bool = False
 
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append to the file of rows, if there is one."""
+        if self.rows_path:
+            append_rows(self.rows_path, rows)
+
     @property
     def rows_path(self) -> Path | None:
         """``rows`` as a path, of a link the file itself."""
         return Path(self.rows).resolve() if self.rows is not None else None
 
     def __post_init__(self) -> None:
-        if self.rows_path is not None and self.rows_path.is_dir():
+        if self.rows_path and self.rows_path.is_dir():
             raise FedrotError(
                 f"rows is the folder '{self.rows}'; give a file in this folder."
             )
@@ -144,5 +147,4 @@ class Reporting:
             raise FedrotError(
                 "hashes=True needs a file for the hashes: Reporting(rows=...)."
             )
-        if self.on_round is not None:
-            check_functions(self, "on_round")
+        check_functions(self, "on_round")

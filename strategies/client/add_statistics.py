@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fedrot.collect.statistics import Statistics, brings, kind_named
 from fedrot.errors import FedrotError
-from fedrot.strategies.wire.arrays import STATISTICS, model_records
+from fedrot.strategies.wire.arrays import STATISTICS, check_precision, model_records
 from fedrot.strategies.wire.statistics_record import (
-    check_precision,
+    STATISTICS_PRECISIONS,
     read_statistics,
     statistics_record,
     wanted_statistics,
@@ -63,7 +63,7 @@ def add_statistics(
             collected; the model's names are not those of the reply; or ``max_batches``
             or ``dtype`` is wrong.
     """
-    check_precision(dtype)
+    check_precision("dtype", dtype, STATISTICS_PRECISIONS)
     if max_batches is not None and max_batches < 1:
         raise FedrotError(
             f"max_batches is {max_batches}; give a positive number, or None."

@@ -23,6 +23,7 @@ from fedrot.strategies.wire.arrays import (
     TIED,
     from_arrays,
     model_records,
+    only_model,
     same_bits,
     shapes_of,
     to_arrays,
@@ -34,7 +35,7 @@ from fedrot.strategies.wire.flower_compat import (
 )
 from fedrot.strategies.wire.statistics_record import read_statistics, statistics_record
 from fedrot.symmetry import Symmetry, symmetry_of
-from fedrot.tensors import TensorDict, Tensors, check_finite
+from fedrot.tensors import Tensors, check_finite
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import ClientAppCallable, Mod
@@ -118,7 +119,8 @@ def align_mod(
             log(WARNING, "Not aligned: the client failed: %s", reply.error.reason)
             return reply
         try:
-            name, update = _update(reply.content, model)
+            name, arrays = only_model(reply.content)
+            update = from_arrays(model.named(arrays))
             alignment = _align(update, model, options)
             collected: Statistics = alignment.transport(read_statistics(reply.content))
         except UpdateError as error:
@@ -136,7 +138,7 @@ def align_mod(
                 "them."
             )
         content = RecordDict(dict(reply.content))
-        content[name] = _changed(content.array_records[name], update, moved)
+        content[name] = _changed(arrays, update, moved)
         if collected:
             content[STATISTICS] = statistics_record(collected, dtype)
         aligned = copy.copy(reply)
@@ -201,19 +203,8 @@ def _received(record: str, arrays: ArrayRecord, described: object) -> _Model:
             "workflows. Give align_mod a Symmetry (fedrot.symmetry_of) whose shapes "
             "are in their order."
         )
-    check_shapes(described, shapes, "received")
+    check_shapes(described, shapes)
     return model
-
-
-def _update(content: RecordDict, model: _Model) -> tuple[str, TensorDict]:
-    """Return the name of the reply's ArrayRecord, and its tensors."""
-    models = model_records(content)
-    if len(models) != 1:
-        raise UpdateError(
-            f"The reply holds {len(models)} ArrayRecords; send exactly one."
-        )
-    ((name, arrays),) = models.items()
-    return name, from_arrays(model.named(arrays))
 
 
 def _align(

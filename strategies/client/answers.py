@@ -61,6 +61,9 @@ if TYPE_CHECKING:
 
 Batches = Iterable[Tensors]
 
+#: Returns rows of a client.
+ReadsRows = Callable[[], Batches]
+
 
 @dataclass(frozen=True)
 class LabelledRows:
@@ -85,16 +88,14 @@ class LabelledRows:
     """
 
     build: Callable[[], nn.Module]
-    training: Callable[[], Batches]
-    held_out: Callable[[], Batches]
-    test: Callable[[], Batches] | None = None
+    training: ReadsRows
+    held_out: ReadsRows
+    test: ReadsRows | None = None
     name: str = ""
     report: bool = True
 
     def __post_init__(self) -> None:
-        check_functions(self, "build", "training", "held_out")
-        if self.test is not None:
-            check_functions(self, "test")
+        check_functions(self, "build", "training", "held_out", "test")
 
 
 def answer_with_sums(
@@ -191,7 +192,9 @@ class _Request:
             site = ConfigRecord({"name": str(data.name), "chose": data.test is None})
             return RecordDict({FIGURES: to_arrays(figures), SITE: site})
         task_heads = [TaskHeads(**tensors) for tensors in heads]
-        losses = compare_losses(models, held_out, kind[0], task_heads, kind[1])
+        losses = compare_losses(
+            models, held_out, self._task_head, task_heads, self._problem_type
+        )
         return RecordDict({LOSSES: to_arrays(vars(losses))})
 
     def _bodies(self) -> list[Tensors] | None:
@@ -200,9 +203,10 @@ class _Request:
         bodies = list[Tensors]()
         for place, key in enumerate(self._keys(BODIES)):
             sent = self._arrays.get(f"{MODEL}-{place}")
-            if sent is not None:
-                self._shelf.keep(key, from_arrays(sent))
-            body = self._shelf.read(key, between) if sent is None else from_arrays(sent)
+            if sent is None:
+                body = self._shelf.read(key, between)
+            else:
+                body = self._shelf.keep(key, from_arrays(sent))
             if body is None:
                 return None
             bodies.append(body)
@@ -230,7 +234,7 @@ def _read(data: LabelledRows, name: str) -> Iterator[Tensors]:
     Raises:
         FedrotError: the batches are an iterator that was read before.
     """
-    rows: Callable[[], Batches] = getattr(data, name)
+    rows: ReadsRows = getattr(data, name)
     batches = rows()
     empty = True
     for batch in batches:

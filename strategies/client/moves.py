@@ -106,20 +106,31 @@ def _match(message: Message, matching: Matching) -> Alignment:
     symmetry = symmetry_of(
         getattr(anchor_model, "config", None), anchor_model.state_dict()
     )
-    told = [*message.content.config_records.values()]
+    config = message.content.config_records["config"]
     options = matching.options
     if options.canonical is None:
-        options = replace(
-            options, canonical=any(config.get(CANONICAL) for config in told)
-        )
+        options = replace(options, canonical=bool(config[CANONICAL]))
     if options.rotates:
         anchor, update = (canonical(tensors, symmetry) for tensors in (anchor, update))
         symmetry = symmetry.rotated
     for model, tensors in ((anchor_model, anchor), (update_model, update)):
         model.load_state_dict(tensors)
         model.eval()
-    if any(config.get(LEARN) for config in told):
-        return _learned(anchor_model, update, anchor, symmetry, matching)
+    if config[LEARN]:
+        learning = matching.learning
+        if not symmetry.rotates:
+            # A residual stream that can only be permuted is not moved.
+            parts = tuple(part for part in learning.parts if part != "residual")
+            learning = replace(learning, parts=parts)
+        return learn_alignment(
+            loss_of(anchor_model),
+            matching.batches(),
+            update,
+            anchor,
+            symmetry,
+            alignment_of((), update, anchor, symmetry),
+            learning,
+        ).alignment
     inputs = (forward_inputs(anchor_model, batch) for batch in matching.batches())
     return align(
         update,
@@ -128,24 +139,6 @@ def _match(message: Message, matching: Matching) -> Alignment:
         options,
         collect_activations(anchor_model, update_model, inputs, symmetry),
     )
-
-
-def _learned(
-    model: nn.Module,
-    update: Tensors,
-    anchor: Tensors,
-    symmetry: Symmetry,
-    matching: Matching,
-) -> Alignment:
-    """Learn rotations; a residual stream that can only be permuted is not moved."""
-    parts = matching.learning.parts
-    if not symmetry.rotates:
-        parts = tuple(part for part in parts if part != "residual")
-    options = replace(matching.learning, parts=parts)
-    start = alignment_of((), update, anchor, symmetry)
-    return learn_alignment(
-        loss_of(model), matching.batches(), update, anchor, symmetry, start, options
-    ).alignment
 
 
 def request(
@@ -173,11 +166,7 @@ def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
     """
     if message.has_error():
         raise UpdateError(failure_of(message, "fedrot.strategies.match_at_client"))
-    record = array_record(message.content, ELEMENTS)
-    try:
-        elements = from_arrays(record)
-    except UpdateError as error:
-        raise UpdateError(f"the elements cannot be decoded: {error}") from error
+    elements = from_arrays(array_record(message.content, ELEMENTS))
     groups = {group.name: group for group in symmetry.groups}
     moves = list[Move]()
     for name, element in elements.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from logging import WARNING
 from typing import Any, NamedTuple, TypeVar
@@ -34,7 +34,6 @@ from fedrot.strategies.wire.fitting_messages import (
     PROBLEM_TYPE,
     ROWS,
     STAGE,
-    SUMS,
     TASK_HEAD,
 )
 from fedrot.strategies.wire.flower_compat import failure_of
@@ -49,7 +48,6 @@ from fedrot.strategies.wire.label_names import (
 from fedrot.strategies.wire.lazy_grid import LazyGrid
 from fedrot.task_head.losses import LossSums
 from fedrot.task_head.outputs import SINGLE
-from fedrot.task_head.sums import ClassSums
 
 T = TypeVar("T")
 
@@ -260,24 +258,9 @@ def read_rows(node: int, content: RecordDict) -> RowCounts:
     return counts
 
 
-def read_sums(
-    content: RecordDict, shape: tuple[int, int], problem_type: str
-) -> ClassSums:
-    """Return a client's class sums; ``shape`` is the task head's."""
-    return ClassSums.unpacked(
-        from_arrays(array_record(content, SUMS)), shape, problem_type
-    )
-
-
 def read_losses(node: int, content: RecordDict, heads: int) -> LossSums:
     """Return a client's losses of so many heads."""
-    record = array_record(content, LOSSES)
-    names = [field.name for field in fields(LossSums)]
-    if set(record) != set(names):
-        raise UpdateError(
-            f"The ArrayRecord '{LOSSES}' does not have {', '.join(names)}."
-        )
-    losses = LossSums(**from_arrays(record))
+    losses = LossSums(**from_arrays(array_record(content, LOSSES)))
     answered = len(losses.counts) - 1
     if answered != heads or not bool(are_counts(losses.counts).all()):
         raise UpdateError(

@@ -41,8 +41,9 @@ class Body:
 
     def has(self, node: int) -> bool:
         """Return whether the server knows that a node has the body, or its halves."""
-        halves = [node in half.kept_by for half in self.between]
-        return node in self.kept_by or (bool(halves) and all(halves))
+        if node in self.kept_by:
+            return True
+        return bool(self.between) and all(node in b.kept_by for b in self.between)
 
     def unfitted(self, share: float) -> Candidate[Body]:
         """Return the body with its own head; see ``Candidate`` for the share."""

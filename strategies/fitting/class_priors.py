@@ -58,8 +58,13 @@ def class_priors(
         FedrotError: no client gives a usable answer, or none has labelled rows.
     """
     kind = problem_type_of(model_config)
-    clients = Clients(grid, problem_type=kind, config=config, timeout=timeout)
-    clients.described = model_config
+    clients = Clients(
+        grid,
+        problem_type=kind,
+        config=config,
+        timeout=timeout,
+        described=model_config,
+    )
     return priors_of(clients, outputs_of(model_config))
 
 

@@ -14,11 +14,17 @@ from flwr.common import log
 from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.strategies.fitting.ask import Clients, read_losses, read_rows, read_sums
+from fedrot.strategies.fitting.ask import Clients, read_losses, read_rows
 from fedrot.strategies.fitting.bodies import Body
 from fedrot.strategies.fitting.result import FittedTaskHead
-from fedrot.strategies.wire.arrays import to_arrays
-from fedrot.strategies.wire.fitting_messages import COUNT, EVALUATE, SUM, TASK_HEADS
+from fedrot.strategies.wire.arrays import array_record, from_arrays, to_arrays
+from fedrot.strategies.wire.fitting_messages import (
+    COUNT,
+    EVALUATE,
+    SUM,
+    SUMS,
+    TASK_HEADS,
+)
 from fedrot.task_head.bounds import largest_inputs
 from fedrot.task_head.choice import (
     REFERENCE,
@@ -38,8 +44,11 @@ from fedrot.task_head.totals import LONGEST, Groups, Totals, total_without
 from fedrot.task_head.votes import FEWEST, Votes, centre, in_order
 from fedrot.tensors import compute_dtype
 
+#: A model with one of its task heads.
+BodyAndHead = Candidate[Body]
+
 #: Candidates by how much of a round's change their bodies have.
-ByShare = dict[float, list[Candidate[Body]]]
+ByShare = dict[float, list[BodyAndHead]]
 
 
 class Exchange:
@@ -134,8 +143,8 @@ class Exchange:
 
     def _first_votes(
         self,
-        candidates: Sequence[Candidate[Body]],
-        reference: Candidate[Body],
+        candidates: Sequence[BodyAndHead],
+        reference: BodyAndHead,
         groups: Groups,
     ) -> tuple[Votes, list[int]]:
         """Return the losses of candidates, and the groups whose sums are harmful.
@@ -146,7 +155,7 @@ class Exchange:
         # Of regressions the first count is that of all rows.
         shares = centre(counts / counts[:, :1], counts[:, 0])
         self._units = OUTPUT_KINDS[self._clients.problem_type].units(shares)
-        without = self._without_each(reference, groups)
+        without = self._without_each(reference, groups, counts.sum(0))
         votes = self._votes(
             [*candidates, *without.values()], reference, without.values()
         )
@@ -196,9 +205,9 @@ class Exchange:
         totals = Totals(self._training, largest)
 
         def read(node: int, content: RecordDict) -> None:
-            totals.add(
-                node, read_sums(content, (outputs, inputs), clients.problem_type)
-            )
+            sums = from_arrays(array_record(content, SUMS))
+            shape = outputs, inputs
+            totals.add(node, ClassSums.unpacked(sums, shape, clients.problem_type))
 
         answers = clients.ask_about(
             [body], self._training, SUM, read, keep=(self._old, *bodies)
@@ -223,11 +232,11 @@ class Exchange:
 
     def _fitted(
         self,
-        like: Candidate[Body],
+        like: BodyAndHead,
         total: ClassSums,
         shrinkages: Sequence[float] = SHRINKAGES,
         priors: Tensor | None = None,
-    ) -> list[Candidate[Body]]:
+    ) -> list[BodyAndHead]:
         """Return a candidate's body with heads that are fitted to sums."""
         bias = task_head_names(self._clients.task_head)[1] in like.body.tensors
         return with_fitted_task_heads(like, total, shrinkages, bias, priors)
@@ -237,12 +246,12 @@ class Exchange:
         left_out: Sequence[int],
         fitted: ByShare,
         sums: Mapping[float, Groups],
-    ) -> list[Candidate[Body]]:
+    ) -> list[BodyAndHead]:
         """Return candidates of all bodies, fitted without the sums of some groups.
 
         Labels that only these groups have shown keep the weights of the heads before.
         """
-        kept = list[Candidate[Body]]()
+        kept = list[BodyAndHead]()
         for share, before in fitted.items():
             total = total_without(left_out, sums[share])
             candidates = self._fitted(before[0], total)
@@ -251,18 +260,17 @@ class Exchange:
         return kept
 
     def _without_each(
-        self, like: Candidate[Body], groups: Groups
-    ) -> dict[int, Candidate[Body]]:
+        self, like: BodyAndHead, groups: Groups, priors: Tensor
+    ) -> dict[int, BodyAndHead]:
         """Return candidates without the sums of one group each, by group.
 
         There are none if all sites trust each other, or if one group is more than a
-        quarter. The priors are those of all sums, so that a head is not better or worse
-        for other priors alone.
+        quarter. The ``priors`` are those of all sums, so that a head is not better or
+        worse for other priors alone.
         """
-        candidates = dict[int, Candidate[Body]]()
+        candidates = dict[int, BodyAndHead]()
         if self._clients.trusted or len(groups) < FEWEST:
             return candidates
-        priors = torch.stack([sums.counts for sums in groups.values()]).sum(0)
         for group in groups:
             with suppress(FedrotError):
                 total = total_without([group], groups)
@@ -273,9 +281,9 @@ class Exchange:
 
     def _votes(
         self,
-        candidates: Sequence[Candidate[Body]],
-        reference: Candidate[Body],
-        without: Collection[Candidate[Body]] = (),
+        candidates: Sequence[BodyAndHead],
+        reference: BodyAndHead,
+        without: Collection[BodyAndHead] = (),
     ) -> Votes:
         """Return the clients' losses of candidates.
 
@@ -283,7 +291,7 @@ class Exchange:
         candidate ``reference``, which has the same body.
         """
         # Heads of one body stand together in requests and answers.
-        by_body = dict[Body, list[Candidate[Body]]]()
+        by_body = dict[Body, list[BodyAndHead]]()
         for candidate in candidates:
             by_body.setdefault(candidate.body, []).append(candidate)
         content = dict[str, ArrayRecord]()

@@ -121,24 +121,28 @@ class TaskHeadFitting:
         """
         tensors = from_arrays(arrays)
         is_adapter = any(".lora_" in name for name in tensors)
-        if self.task_head:
-            task_head = self.task_head
-        elif is_adapter:
+        # An adapter has no configuration of its model.
+        described = None if is_adapter else self.described
+        task_head = self.task_head
+        if not task_head and is_adapter:
             task_head = adapter_task_head_of(tensors)
-        else:
-            task_head = task_head_of(self.described, tensors)
+        elif not task_head:
+            task_head = task_head_of(described, tensors)
         weight = tensors.get(f"{task_head}.weight")
         if weight is None:
             raise FedrotError(
                 f"The model has no layer '{task_head}'; see "
                 "fedrot.task_head.task_head_of."
             )
-        described = None if is_adapter else self.described
-        usual = usual_problem_type(len(weight)) if is_adapter else None
+        problem_type = (
+            usual_problem_type(len(weight))
+            if is_adapter
+            else problem_type_of(described)
+        )
         return Clients(
             grid,
             task_head,
-            problem_type_of({} if is_adapter else described, usual),
+            problem_type,
             config,
             timeout,
             described,

@@ -64,23 +64,18 @@ def evaluate_at_clients(
         if is_first:
             first_round = server_round
             first = answers
-        return _metrics(answers, first)
+        new = Votes([*answers.values()], [MODEL])
+        start = Votes([*first.values()], [MODEL])
+        before = Votes([first[node] for node in answers], [MODEL])
+        metrics = MetricRecord()
+        for name, value in _VALUES.items():
+            change = before.change(value(new), value(before))
+            metrics[name] = float(start.centre(value(start)) + change)
+        metrics["temperature"] = TEMPERATURES[new.temperature(MODEL)]
+        metrics["rows"] = float(new.weights.sum())
+        return metrics
 
     return evaluate
-
-
-def _metrics(answers: dict[int, LossSums], first: dict[int, LossSums]) -> MetricRecord:
-    """Return a model's metrics, given the losses of the round's first model."""
-    new = Votes([*answers.values()], [MODEL])
-    start = Votes([*first.values()], [MODEL])
-    before = Votes([first[node] for node in answers], [MODEL])
-    metrics = MetricRecord()
-    for name, value in _VALUES.items():
-        change = before.change(value(new), value(before))
-        metrics[name] = float(start.centre(value(start)) + change)
-    metrics["temperature"] = TEMPERATURES[new.temperature(MODEL)]
-    metrics["rows"] = float(new.weights.sum())
-    return metrics
 
 
 #: The clients' values of every metric.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from logging import INFO, WARNING
 from typing import Any
 
@@ -13,7 +14,6 @@ from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy.strategy_utils import sample_nodes
 from torch import Tensor
 
-from fedrot._io import append_rows
 from fedrot.errors import FedrotError, refusal
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.fitting.ask import Clients
@@ -22,7 +22,7 @@ from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.fitting.sites import Sites, reported
 from fedrot.strategies.reporting.rows import SITE_ROW, SITES, report_metrics
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.wire.label_names import Names, check_names, wanted_names
+from fedrot.strategies.wire.label_names import Names
 
 
 class FitsTaskHead(ReplyStrategy):
@@ -60,9 +60,9 @@ class FitsTaskHead(ReplyStrategy):
         self._priors: Tensor | None = None
         self.needs_model = self.needs_model or bool(fit_head)
         name = fit_head if isinstance(fit_head, str) else None
-        # An adapter has no configuration of its model.
-        described = getattr(self, "model_config", None)
-        self._fitting = TaskHeadFitting(described, name, self.server.wire, trusted)
+        self._fitting = TaskHeadFitting(
+            self.model_config, name, self.server.wire, trusted
+        )
 
     @property
     def priors(self) -> list[float]:
@@ -77,11 +77,10 @@ class FitsTaskHead(ReplyStrategy):
         """Whether the model half way is a candidate."""
         return True
 
-    def check_labels(self, node: int, names: Names) -> None:
-        """Use also the names that nodes have said for a fit."""
-        by_node = self._fitting.names
-        wanted = wanted_names(self.model_config, by_node)
-        check_names(names or by_node.get(node, ()), wanted)
+    @property
+    def labels_of_nodes(self) -> Mapping[int, Names]:
+        """The names of labels that nodes have said for a fit, by node."""
+        return self._fitting.names
 
     def summary(self) -> None:
         """Log that heads are fitted, then the summaries behind."""
@@ -150,12 +149,11 @@ class FitsTaskHead(ReplyStrategy):
         metrics = sites.metrics()
         ours = {f"fedrot-{name}": value for name, value in metrics.items()}
         noted.setdefault(last, MetricRecord()).update(ours)
-        if self.reporting.rows_path is not None:
-            rows = [{"round": last, "stage": SITE_ROW, **row} for row in sites.rows]
-            for row in rows:
-                # As in other rows.
-                row["client"] = self._clients.get(row["client"], row["client"])
-            append_rows(self.reporting.rows_path, rows)
+        rows = [{"round": last, "stage": SITE_ROW, **row} for row in sites.rows]
+        for row in rows:
+            # As in other rows.
+            row["client"] = self._clients.get(row["client"], row["client"])
+        self.reporting.append(rows)
         report_metrics(self.reporting, last, SITES, metrics)
 
     def _asked(self, arrays: ArrayRecord) -> Clients:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from logging import INFO
 from statistics import fmean
 from typing import Any
@@ -197,10 +198,10 @@ def reported(
     # So sites without a name are called.
     taken: set[str | None] = {f"client {row['client']}" for row in rows}
     for row in rows:
-        name, number = row["site"], 1
+        name = row["site"]
+        numbers = count(2)
         while row["site"] in taken:
-            number += 1
-            row["site"] = f"{name} ({number})"
+            row["site"] = f"{name} ({next(numbers)})"
         # Sites without a name have the same one.
         taken.add(row["site"] or None)
         row["classes"] = dict(zip(names, row["classes"], strict=True))

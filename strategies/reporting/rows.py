@@ -13,7 +13,7 @@ from typing import Any
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.common import log
 
-from fedrot._io import append_rows, replacing
+from fedrot._io import replacing
 from fedrot.strategies.settings import Reporting
 from fedrot.strategies.wire.flower_compat import Evaluate
 
@@ -23,7 +23,8 @@ TRAIN = "train"
 EVALUATE = "evaluate"
 SERVER = "server"
 #: Stages after the last round: a row of each site, and metrics over sites.
-SITE_ROW, SITES = "site", "sites"
+SITE_ROW = "site"
+SITES = "sites"
 
 
 def report_metrics(
@@ -37,11 +38,7 @@ def report_metrics(
     """
     if metrics is None:
         return
-    if reporting.rows_path is not None:
-        append_rows(
-            reporting.rows_path,
-            [{"round": number, "stage": stage, "metrics": dict(metrics)}],
-        )
+    reporting.append([{"round": number, "stage": stage, "metrics": dict(metrics)}])
     if reporting.on_round is not None:
         reporting.on_round(
             number, {f"{stage}/{name}": value for name, value in scalars(metrics)}

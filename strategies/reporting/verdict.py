@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedrot.distances import Shares, total
 from fedrot.report import AlignmentReport
 
 
@@ -63,7 +64,7 @@ _VISIBLE = 0.0005
 
 
 def verdict(
-    reports: Iterable[AlignmentReport],
+    reports: Sequence[AlignmentReport],
     *,
     accepted: int,
     aligned: bool = True,
@@ -91,16 +92,14 @@ def verdict(
         return f"{_LOST}{lost.removesuffix('.')}"
     if not aligned:
         return OFF
-    reports = list(reports)
     known = known_chance(reports)
     others = [report for report in reports if report.chance() is None]
     sentences = (_against_chance(known), _removed(others, other_basis))
     text = "; ".join(filter(None, sentences)) or "nothing to align"
-    moved = groups_moved(reports)
-    if not moved:
+    shares = shares_of(reports)
+    if not shares.moved:
         return f"{text}: no group moved"
-    groups = sum(len(report.groups) for report in reports)
-    return f"{text}; {moved} of {groups} groups moved"
+    return f"{text}; {shares.moved} of {shares.groups} groups moved"
 
 
 def figures(reports: Sequence[AlignmentReport]) -> dict[str, float]:
@@ -110,9 +109,12 @@ def figures(reports: Sequence[AlignmentReport]) -> dict[str, float]:
     distance of this movement's groups, and left out if no reply has a known chance. The
     share removed is of the distance of all groups.
     """
-    first = next(iter(shares_shown(reports).values()), None)
-    shares = {FOUND: first[0], CHANCE: first[1]} if first else {}
-    return {**shares, REMOVED: share_removed(reports), MOVED: groups_moved(reports)}
+    first = next(iter(shares_shown(known_chance(reports)).values()), None)
+    shares = {}
+    if first:
+        shares = {FOUND: first.share, CHANCE: first.chance_share or 0.0}
+    removed = share_removed(reports)
+    return {**shares, REMOVED: removed, MOVED: shares_of(reports).moved}
 
 
 def known_chance(reports: Iterable[AlignmentReport]) -> list[AlignmentReport]:
@@ -124,13 +126,13 @@ def known_chance(reports: Iterable[AlignmentReport]) -> list[AlignmentReport]:
     ]
 
 
-def groups_moved(reports: Iterable[AlignmentReport], *parts: str) -> int:
-    """Return how many groups were moved in all reports, of these parts or of all."""
-    return sum(
-        group.moved > 0
+def shares_of(reports: Iterable[AlignmentReport], *parts: str) -> Shares:
+    """Return the sums over the groups in all reports, of these parts or of all."""
+    return total(
+        Shares.of(row)
         for report in reports
-        for group in report.groups
-        if group.part in parts or not parts
+        for row in report.rows()
+        if row["part"] in parts or not parts
     )
 
 
@@ -146,24 +148,16 @@ def percent(share: float) -> str:
     return f"{100 * share:z.1f} %"
 
 
-def shares_shown(reports: Iterable[AlignmentReport]) -> dict[str, tuple[float, float]]:
-    """Return by movement the shares found and of chance, where chance is known."""
-    reports = known_chance(reports)
-    shares: dict[str, tuple[float, float]] = {}
-    for name, movement in MOVEMENTS.items():
-        groups = [
-            g for report in reports for g in report.groups if g.part in movement.parts
-        ]
-        if groups:
-            # Shares refer to the movement's own groups, so they do not depend on other
-            # parts.
-            before = sum(g.before for g in groups) or 1.0
-            reached = sum(g.found for g in groups)
-            chance = sum(g.chance or 0.0 for g in groups)
-            shares[name] = (reached / before, chance / before)
-    shown = {name: both for name, both in shares.items() if any(both)}
+def shares_shown(reports: Iterable[AlignmentReport]) -> dict[str, Shares]:
+    """Return by movement the shares of its own groups; chance is known in reports."""
+    shares = {
+        name: shares_of(reports, *movement.parts)
+        for name, movement in MOVEMENTS.items()
+    }
+    present = {name: of for name, of in shares.items() if of.groups}
+    shown = {name: of for name, of in present.items() if of.found or of.chance}
     # If all shares are 0, only the first movement is shown.
-    return shown or dict([*shares.items()][:1])
+    return shown or dict([*present.items()][:1])
 
 
 def _against_chance(reports: Sequence[AlignmentReport]) -> str:
@@ -171,19 +165,20 @@ def _against_chance(reports: Sequence[AlignmentReport]) -> str:
     shown = shares_shown(reports)
     if not shown:
         return ""
-    beyond = [
-        MOVEMENTS[name] for name, (share, chance) in shown.items() if share > chance
-    ]
-    moved = groups_moved(reports)
+    beyond = {name: shares for name, shares in shown.items() if shares.exceeds(1)}
+    moved = shares_of(reports).moved
     of = " of the distance" if moved else ""
-    shares = "; ".join(
-        f"{name} {percent(share)}{of}, chance {percent(chance)}"
-        for name, (share, chance) in shown.items()
-    )
+
+    def line(name: str) -> str:
+        share = percent(shown[name].share)
+        chance = percent(shown[name].chance_share or 0.0)
+        return f"{name} {share}{of}, chance {chance}"
+
+    text = "; ".join(map(line, shown))
     if not moved:
-        return f"{'too little' if beyond else 'nothing'} beyond chance ({shares})"
-    causes = [m.cause for m in beyond if groups_moved(reports, *m.parts)]
-    return f"{shares}: {' and '.join(causes) or 'no more than chance in all'}"
+        return f"{'too little' if beyond else 'nothing'} beyond chance ({text})"
+    causes = [MOVEMENTS[name].cause for name, shares in beyond.items() if shares.moved]
+    return f"{text}: {' and '.join(causes) or 'no more than chance in all'}"
 
 
 def _removed(reports: Sequence[AlignmentReport], other_basis: int) -> str:

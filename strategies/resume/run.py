@@ -17,7 +17,7 @@ from fedrot.errors import FedrotError
 from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.wire.arrays import shapes_of
-from fedrot.strategies.wire.flower_compat import Evaluate
+from fedrot.strategies.wire.flower_compat import Aggregated, Evaluate
 
 Stop = Callable[[int, Result], bool]
 
@@ -57,12 +57,13 @@ def run(
             model or strategy; another run writes to the folder; a checkpoint cannot be
             written.
     """
-    train_config = ConfigRecord() if train_config is None else train_config
-    evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
+    train_config = train_config or ConfigRecord()
+    evaluate_config = evaluate_config or ConfigRecord()
     killed_in_first = checkpoints.used()
     with checkpoints.writing():
         state = RunState(strategy, train_config, evaluate_config)
         done = 0
+        #: Of all rounds; ``rounds`` adds the new ones.
         result = Result(arrays=initial_arrays)
         if not checkpoints.rounds():
             log(
@@ -93,7 +94,7 @@ def run(
             further["should_stop"] = lambda number, result: (
                 number >= done and should_stop(number, result)
             )
-        result = Strategy.start(
+        Strategy.start(
             rounds,
             grid,
             initial_arrays,
@@ -104,8 +105,6 @@ def run(
             rounds.evaluate if rounds.evaluates else None,
             **further,
         )
-    # Before 1.43, Flower returned no model if every round had failed.
-    result.arrays = result.arrays or initial_arrays
     return result
 
 
@@ -143,7 +142,7 @@ class CheckpointedRun(Strategy):
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    ) -> Aggregated:
         """Return a round's model and metrics."""
         noted = self.result.train_metrics_clientapp
         arrays = self.result.arrays if server_round == self.done else None
@@ -222,15 +221,12 @@ def _restored(
     """Return the last finished round and the result so far; restore the state."""
     newest = source.newest()
     saved = shapes_of(newest.result.arrays)
-    ours = shapes_of(initial)
-    different = sorted(dict(saved.items() ^ ours.items()))
+    different = sorted(dict(saved.items() ^ shapes_of(initial).items()))
     if different:
-        name = different[0]
-        there = saved.get(name, "missing")
-        here = ours.get(name, "missing")
         raise FedrotError(
-            f"'{newest.folder}' is of another model: '{name}' is {there} there and "
-            f"{here} in initial_arrays ({len(different)} tensors differ)."
+            f"'{newest.folder}' is of another model: '{different[0]}' is missing or "
+            "has another shape there or in initial_arrays "
+            f"({len(different)} tensors differ)."
         )
     state.restore(newest.state, newest.state_arrays)
     log(INFO, "Resumed after round %d from '%s'.", newest.round, newest.folder)

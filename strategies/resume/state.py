@@ -33,9 +33,15 @@ Holder = tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]
 #: The global random generators.
 _GENERATORS: dict[str, Access] = {
     "python": (random.getstate, random.setstate),
-    "numpy": (lambda: np.random.get_state(legacy=False), np.random.set_state),
+    "numpy": (np.random.get_state, np.random.set_state),
     "torch": (torch.get_rng_state, torch.set_rng_state),
 }
+
+_NOT_SAVED = (
+    "Not in the checkpoints, and lost when the run is resumed: %s Give its class the "
+    "methods state_dict and load_state_dict, or the strategy the methods state and "
+    "restore."
+)
 
 
 class RunState:
@@ -86,8 +92,13 @@ class RunState:
                 coded = encode(access[0]() if access else value, ".".join(key), bulk)
             except UnknownValueError as error:
                 changed = [*map(id, parts)] != [*map(id, _parts(value))]
-                if changed or access or isinstance(value, Collection):
-                    self._warn_of(value, str(error))
+                # fedrot's own objects have no state beyond a round.
+                ours = type(value).__module__.startswith("fedrot.")
+                reason = str(error)
+                stateful = changed or access or isinstance(value, Collection)
+                if stateful and not ours and reason not in self._warned:
+                    self._warned.add(reason)
+                    log(WARNING, _NOT_SAVED, reason)
                 continue
             if access or json.dumps(coded) != plain:
                 entries.append((*key, access is not None, coded))
@@ -123,10 +134,11 @@ class RunState:
                     f"The checkpoint has the state of '{where}.{name}', which this run "
                     "does not have. Resume with the strategy of the checkpoint."
                 )
+            value = decode(coded, arrays)
             if within and access is not None:
-                access[1](decode(coded, arrays))
+                access[1](value)
             else:
-                restored[where][name] = decode(coded, arrays)
+                restored[where][name] = value
         for where, values in restored.items():
             holders[where][1](values)
         self._random = decode(saved["random"], arrays)
@@ -150,20 +162,6 @@ class RunState:
                 if not isinstance(value, Strategy):
                     yield (where, name), value
 
-    def _warn_of(self, value: Any, error: str) -> None:
-        # fedrot's own objects have no state beyond a round.
-        if error not in self._warned and not type(value).__module__.startswith(
-            "fedrot."
-        ):
-            log(
-                WARNING,
-                "Not in the checkpoints, and lost when the run is resumed: %s Give its "
-                "class the methods state_dict and load_state_dict, or the strategy the "
-                "methods state and restore.",
-                error,
-            )
-            self._warned.add(error)
-
 
 def _strategies(
     strategy: Any, path: str, seen: set[int]
@@ -172,15 +170,15 @@ def _strategies(
     if id(strategy) in seen:
         return
     seen.add(id(strategy))
-    explicit = all(
-        callable(getattr(strategy, name, None)) for name in ("state", "restore")
+    attributes = vars(strategy)
+    read, restore = _methods(strategy, "state", "restore") or (
+        attributes.copy,
+        attributes.update,
     )
-
-    values = strategy.state() if explicit else vars(strategy)
     left_out = transient_attributes(strategy)
-    kept = {name: value for name, value in values.items() if name not in left_out}
-    yield path, (kept, strategy.restore if explicit else vars(strategy).update)
-    for name, value in list(vars(strategy).items()):
+    kept = {name: value for name, value in read().items() if name not in left_out}
+    yield path, (kept, restore)
+    for name, value in list(attributes.items()):
         if isinstance(value, Strategy):
             yield from _strategies(value, f"{path}.{name}", seen)
 
@@ -202,21 +200,18 @@ def _parts(value: Any) -> list[Any]:
 
 def _access(value: Any) -> Access | None:
     """Return how an object's state is read and set in place, None without a state."""
-    if isinstance(value, random.Random):
-        return value.getstate, value.setstate
     if isinstance(value, np.random.Generator):
         bits = value.bit_generator
         return lambda: bits.state, lambda state: setattr(bits, "state", state)
-    if isinstance(value, np.random.RandomState):
-        return lambda: value.get_state(legacy=False), value.set_state
-    if isinstance(value, torch.Generator):
-        return value.get_state, value.set_state
-    both = all(
-        callable(getattr(value, name, None))
-        for name in ("state_dict", "load_state_dict")
-    )
-    return (
-        (value.state_dict, value.load_state_dict)
-        if both and not isinstance(value, type)
-        else None
-    )
+    if isinstance(value, random.Random):
+        return _methods(value, "getstate", "setstate")
+    if isinstance(value, np.random.RandomState | torch.Generator):
+        return _methods(value, "get_state", "set_state")
+    return _methods(value, "state_dict", "load_state_dict")
+
+
+def _methods(value: Any, *names: str) -> Access | None:
+    """Return an object's methods that read and set its state, None without both."""
+    read, restore = (getattr(value, name, None) for name in names)
+    both = callable(read) and callable(restore) and not isinstance(value, type)
+    return (read, restore) if both else None

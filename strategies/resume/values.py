@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ def _tensor(parts: list[Any]) -> Tensor:
 
 #: By type that JSON lacks: functions that return a value of other types, and the value
 #: again.
-_CODES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+_CODES: dict[type, Any] = {
     float: (
         lambda x: struct.pack(">d", x).hex(),
         lambda x: struct.unpack(">d", bytes.fromhex(x))[0],
@@ -85,11 +85,7 @@ def encode(value: Any, path: str, arrays: NamedArrays) -> Any:
             safetensors lacks.
     """
     kind: type = np.generic if isinstance(value, np.generic) else type(value)
-    if (
-        value is None
-        or kind in (bool, int, str)
-        or (kind is float and math.isfinite(value))
-    ):
+    if kind in (NoneType, bool, int, str) or (kind is float and math.isfinite(value)):
         return value
     if kind is list:
         return [encode(item, path, arrays) for item in value]

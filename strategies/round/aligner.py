@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from logging import WARNING
 
 import torch
 from flwr.common import log
 
-from fedrot.aggregation import Mean, Statistics
+from fedrot.aggregation import Mean
 from fedrot.alignment.align import Alignment
 from fedrot.alignment.anchors import (
     ANCHORS,
     AnchorRule,
+    Evidence,
     Finder,
+    decided,
     finder,
     in_other_basis,
 )
@@ -23,7 +23,7 @@ from fedrot.alignment.by_layer import moved_by_layer
 from fedrot.matching.anchor import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Moved, MovedBroadcast, Update
+from fedrot.strategies.round.update import Moved, MovedBroadcast, Update, Updates
 from fedrot.symmetry import Symmetry
 from fedrot.tensors import Tensors, check_finite, check_update
 
@@ -37,7 +37,7 @@ _OTHERS = (
 class Aligner:
     """Leaves every update as it was received; base class of the other aligners."""
 
-    def prepare(self, held: Sequence[Update]) -> Sequence[Update]:
+    def prepare(self, held: Updates) -> Updates:
         """Choose the round's coordinates; return the updates to move, in order."""
         return held
 
@@ -85,6 +85,11 @@ class ToAnchor(Aligner):
     #: True if updates can be aligned layer by layer.
     by_layers = True
 
+    #: What to align in updates from another basis; None aligns them like all others.
+    other_options: AlignmentOptions | None = None
+    #: Activations by which such updates are matched, see ``OtherBases``.
+    evidence: Evidence | None = None
+
     def __init__(
         self,
         plan: AlignmentPlan,
@@ -94,6 +99,8 @@ class ToAnchor(Aligner):
     ) -> None:
         self.plan = plan
         self.broadcast = broadcast
+        #: The model in the round's coordinates.
+        self.base = broadcast
         self.record = record
         self.shared = shared
         self.rule_class = ANCHORS[plan.options.anchor]
@@ -111,12 +118,19 @@ class ToAnchor(Aligner):
 
     def finder(self, base: Tensors) -> Finder:
         """Return the function that finds one update's alignment to one anchor."""
-        return finder(base, self.plan.symmetry, self.plan.options)
+        return finder(
+            base,
+            self.plan.symmetry,
+            self.plan.options,
+            self.other_options,
+            self.evidence,
+        )
 
     @property
     def canonical(self) -> bool:
         """True if the round brings its updates to canonical form."""
-        return bool(self.plan.options.for_model(self.plan.symmetry).canonical)
+        options, _ = decided(self.plan.options, self.other_options, self.plan.symmetry)
+        return bool(options.canonical)
 
     def move(self, update: Update) -> Moved:
         """Return the update in the round's coordinates, see ``Aligner``."""
@@ -144,11 +158,9 @@ class ToAnchor(Aligner):
 
     def moved(self, update: Update, tensors: Tensors, alignment: Alignment) -> Moved:
         """Return an update moved by an alignment, given its tensors on the device."""
-        statistics: Statistics = {
-            kind: self.there(by_name) for kind, by_name in update.statistics.items()
-        }
-        if statistics:
-            statistics = alignment.transport(statistics)
+        statistics = alignment.transport(
+            {kind: self.there(by_name) for kind, by_name in update.statistics.items()}
+        )
         moved = self.there(alignment.move(tensors))
         changed = {n: tensor for n, tensor in moved.items() if tensor is not tensors[n]}
         # The canonical form of huge values overflows.
@@ -166,14 +178,12 @@ class ToAnchor(Aligner):
 
     def moved_broadcast(self) -> MovedBroadcast:
         """Return a function for the broadcast model in these coordinates, or None."""
-        if not self.canonical:
-            return None
-        return partial(self.in_coordinates_of, self.broadcast)
+        there = self.base is self.broadcast and not self.canonical
+        return None if there else self._broadcast_moved
 
-    def in_coordinates_of(self, base: Tensors) -> Tensors:
-        """Return the broadcast model in the coordinates of a round with this base."""
+    def _broadcast_moved(self) -> Tensors:
         model = self.there(self.broadcast)
-        base = self.there(base)
+        base = self.there(self.base)
         return self.finder(base)(model, Anchor(base)).move(model)
 
     def there(self, tensors: Tensors) -> Tensors:

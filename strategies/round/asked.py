@@ -48,30 +48,26 @@ class Asked:
         clients: dict[int, int] | None = None,
     ) -> None:
         self._known = messages is not None
-        self.questions = [
-            Question(metadata.message_id, metadata.dst_node_id)
+        #: In the order of the messages; whether each is without an answer.
+        self.questions = {
+            Question(metadata.message_id, metadata.dst_node_id): True
             for metadata in messages or ()
-        ]
-        self._asked = set(self.questions)
-        self._silent = set(self._asked)
+        }
         self._clients = {} if clients is None else clients
 
     def accept(self, message: Message) -> None:
         """Mark a request as answered; raises ``UpdateError`` if it is not open."""
         question = self.question(message)
-        if question not in self._asked:
-            if self._known:
-                raise UpdateError(
-                    "It matches no request of this round (late, or of another run)."
-                )
-            self._asked.add(question)
-            self._silent.add(question)
-        if question not in self._silent:
+        if self._known and question not in self.questions:
+            raise UpdateError(
+                "It matches no request of this round (late, or of another run)."
+            )
+        if not self.questions.get(question, True):
             raise UpdateError(
                 "Its sender has already answered in this round; the first answer is "
                 "used."
             )
-        self._silent.remove(question)
+        self.questions[question] = False
         self._clients[question.node] = client_id(message)
 
     def question(self, message: Message) -> Question:
@@ -82,7 +78,8 @@ class Asked:
         claimed = question_of(message)
         if not message.has_error():
             return claimed
-        same = [q for q in self._asked if q.message_id == claimed.message_id]
+        same = [q for q in self.questions if q.message_id == claimed.message_id]
+        # Messages that no grid has sent have no ids.
         return same[0] if len(same) == 1 else claimed
 
     def failed(self, message: Message) -> int | None:
@@ -91,16 +88,19 @@ class Asked:
         None if the request is not open.
         """
         question = self.question(message)
-        if question not in self._silent:
+        if not self.questions.get(question):
             return None
-        self._silent.remove(question)
-        node = question.node
-        return self._clients.get(node, node)
+        self.questions[question] = False
+        return self._client(question)
 
     @property
     def silent(self) -> list[int]:
         """The clients that have not answered, by their own ids or else by node id."""
-        return sorted(self._clients.get(q.node, q.node) for q in self._silent)
+        silent = filter(self.questions.get, self.questions)
+        return sorted(map(self._client, silent))
+
+    def _client(self, question: Question) -> int:
+        return self._clients.get(question.node, question.node)
 
 
 def sent_by(grid: Grid | None, made: list[Metadata] | None) -> list[Metadata] | None:

@@ -87,14 +87,12 @@ class Guard:
     evaluate: Evaluate | None = None
 
     def __post_init__(self) -> None:
-        metric: object = self.metric
-        if not isinstance(metric, str) or not metric:
+        if not (self.metric and isinstance(self.metric, str)):
             raise FedrotError(
                 f"metric is {self.metric!r}; give the name of a metric, like "
                 "'accuracy'."
             )
-        if self.evaluate is not None:
-            check_functions(self, "evaluate")
+        check_functions(self, "evaluate")
         if self.higher_is_better is None:
             words = set(re.split(r"[^a-z0-9]+", self.metric.lower()))
             if bool(words & HIGHER) == bool(words & LOWER):
@@ -109,14 +107,35 @@ class Guard:
 class Comparison:
     """Evaluates the plain mean and the other result of a round; keeps the better one.
 
-    ``name`` is the other result's in the log; ``always`` evaluates also if no group was
-    moved.
+    Args:
+        argument: of a strategy: ``guard``.
+        options: all by which the strategy aligns.
+        aggregates: whether the strategy has an ``aggregation``.
     """
 
-    def __init__(self, guard: Guard, name: str, always: bool) -> None:
+    def __init__(
+        self,
+        argument: object,
+        options: Collection[AlignmentOptions],
+        *,
+        aggregates: bool,
+    ) -> None:
+        guard = Guard(argument) if isinstance(argument, str) else argument
+        if not isinstance(guard, Guard):
+            raise FedrotError(
+                f"guard is a {type(argument).__name__}; give a metric's name, "
+                "guard='accuracy', or a Guard."
+            )
+        if not options and not aggregates:
+            raise FedrotError(
+                "guard compares the aligned mean with the plain mean; with "
+                "alignment=None there is only the plain mean. Omit one of the two "
+                "arguments."
+            )
         self.guard = guard
-        self._name = name
-        self._always = always
+        self._name = MERGED if aggregates else ALIGNED
+        # Canonical tensors differ even if no group is moved.
+        self._always = any(each.may_be_canonical for each in options)
         self._evaluate = guard.evaluate and read_evaluate(guard.evaluate)
         self._known: tuple[int, ArrayRecord, MetricRecord | None] | None = None
 
@@ -146,7 +165,7 @@ class Comparison:
         def once(number: int, arrays: ArrayRecord) -> MetricRecord | None:
             known = self._known
             self._known = None
-            if known is not None and known[0] == number and known[1] is arrays:
+            if known and known[0] == number and known[1] is arrays:
                 return known[2]
             metrics = evaluate(number, arrays)
             if number == 0 and metrics is not None:
@@ -219,27 +238,3 @@ class Comparison:
                 "every round, or name another metric."
             )
         return float(value)
-
-
-def comparison_of(
-    argument: object, options: Collection[AlignmentOptions], *, aggregates: bool
-) -> Comparison:
-    """Return the comparison for a strategy's argument ``guard``.
-
-    ``options`` are all by which the strategy aligns; ``aggregates`` says whether it has
-    an ``aggregation``.
-    """
-    guard = Guard(argument) if isinstance(argument, str) else argument
-    if not isinstance(guard, Guard):
-        raise FedrotError(
-            f"guard is a {type(argument).__name__}; give a metric's name, "
-            "guard='accuracy', or a Guard."
-        )
-    if not options and not aggregates:
-        raise FedrotError(
-            "guard compares the aligned mean with the plain mean; with alignment=None "
-            "there is only the plain mean. Omit one of the two arguments."
-        )
-    # Canonical tensors differ even if no group is moved.
-    canonical = any(each.may_be_canonical for each in options)
-    return Comparison(guard, MERGED if aggregates else ALIGNED, canonical)

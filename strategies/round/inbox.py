@@ -26,12 +26,11 @@ from fedrot.strategies.round.asked import ADAPTER_RECORD, Asked, client_id
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Update
 from fedrot.strategies.wire.arrays import (
-    STATISTICS,
     decoded,
     from_arrays,
     headers,
     model_hash,
-    model_records,
+    only_model,
     records_of_type,
     shapes_of,
     singly,
@@ -108,15 +107,16 @@ def averageable(
     """
     judged = [(item, not_finite(item.content)) for item in items]
     finite = [item for item, what in judged if not what]
-    for item, what in judged:
-        if what and finite:
-            leave_out(item, f"{what} Send a finite number, or omit this metric.")
     if items and not finite:
         log(
             WARNING,
             "No client has finite metrics only. Of the first: %s",
             legible(judged[0][1]),
         )
+    else:
+        for item, what in judged:
+            if what:
+                leave_out(item, f"{what} Send a finite number, or omit this metric.")
     good, odd = with_common_layout(
         finite or items, lambda item: metrics_layout(item.content)
     )
@@ -250,13 +250,7 @@ class Inbox:
     def decode(self, message: Message) -> Update:
         """Check a reply and return its update; raises ``UpdateError``."""
         content = message.content
-        records = model_records(content)
-        if len(records) != 1:
-            raise UpdateError(
-                f"The reply holds {len(records)} ArrayRecords and "
-                f"{len(records_of_type(content, MetricRecord))} MetricRecords; send "
-                "exactly one of each."
-            )
+        record, arrays = only_model(content)
         weight = read_weight(content, self.weighted_by)
         (metrics,) = records_of_type(content, MetricRecord).values()
         for name, most in self.figures.items():
@@ -277,11 +271,8 @@ class Inbox:
                     f"{value!r:.60}. Build it with the server's LoraConfig."
                 )
         self.check_labels(message.metadata.src_node_id, read_names(content))
-        ((record, arrays),) = records.items()
         tensors = self.schema.read(arrays, self.copy)
-        statistics = {}
-        if STATISTICS in content:
-            statistics = read_statistics(content, self.schema.shapes, self.copy)
+        statistics = read_statistics(content, self.schema.shapes, self.copy)
         missing = [kind for kind in self.needs if not brings(statistics, kind)]
         if missing:
             raise UpdateError(
@@ -318,7 +309,9 @@ class Inbox:
     def close(self) -> None:
         """Record the clients that have not answered."""
         for client in self.asked.silent:
-            self.record.miss(client, self.in_front)
+            left_out = f", or {self.in_front} left it out" if self.in_front else ""
+            reason = f"No answer before the timeout{left_out}."
+            self.record.fail(client, reason, who="Client")
 
 
 def read_weight(content: RecordDict, weighted_by_key: str, zero: bool = False) -> float:

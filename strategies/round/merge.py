@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from logging import WARNING
-from typing import Protocol
 
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp.strategy import (
     FedAdagrad,
@@ -33,7 +32,6 @@ from fedrot.strategies.round.inbox import (
 from fedrot.strategies.round.outbox import (
     as_sent,
     integers_of,
-    of_mean,
     plain,
     restored,
     with_tensors,
@@ -42,6 +40,7 @@ from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Builder, Moved, MovedBroadcast, Update
 from fedrot.strategies.wire.arrays import from_arrays, records_of_type, without_arrays
 from fedrot.strategies.wire.flower_compat import (
+    Aggregated,
     clips_zero,
     equal_weights,
     metrics_function,
@@ -50,9 +49,6 @@ from fedrot.strategies.wire.flower_compat import (
     without_metrics,
 )
 from fedrot.tensors import Tensors
-
-#: The result of a round: the new model, None if the old one stays, and metrics.
-Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
 
 #: Base strategies that only need the mean of the updates.
 OF_THE_MEAN = (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi)
@@ -66,7 +62,6 @@ class Wrapped:
         wrapped_class: the base strategy, whose ``aggregate_train`` is the method
             ``aggregate``.
         weighted_by: the metric that weights the clients.
-        align: False if the base strategy receives updates without alignment.
         min_replies: with fewer accepted replies the round fails.
     """
 
@@ -75,28 +70,7 @@ class Wrapped:
     aggregate: Callable[[int, list[Message]], Aggregated]
     weighted_by: str
     broadcast: ArrayRecord
-    align: bool
     min_replies: int
-
-
-class Merge(Protocol):
-    """Collects the updates of one round, and returns the new model.
-
-    Attributes:
-        mean: the mean that updates are added to as they arrive; None with other
-            aggregations.
-    """
-
-    mean: Mean | None
-
-    def add(self, moved: Moved) -> Tensors | None:
-        """Add an update; return its tensors for the anchor, None if it was dropped.
-
-        They are empty if the update was added layer by layer.
-        """
-
-    def result(self, wrapped: Wrapped, moved_broadcast: MovedBroadcast) -> Aggregated:
-        """Return the new model and metrics, once; see ``Aligner.moved_broadcast``."""
 
 
 class Averaged:
@@ -104,6 +78,10 @@ class Averaged:
 
     ``comparison`` chooses between the result and the mean of the same updates as they
     were received.
+
+    Attributes:
+        mean: the mean that updates are added to as they arrive; None with other
+            aggregations.
     """
 
     def __init__(
@@ -114,20 +92,22 @@ class Averaged:
     ) -> None:
         self.record = record
         self.comparison = comparison
-        aggregator = build()
-        #: Emptied by ``result``: it may be larger than the model.
-        self._aggregator: Aggregator | None = aggregator
+        #: Deleted by ``result``: it may be larger than the model.
+        self._aggregator = build()
         self.mean: Mean | None = None
-        if isinstance(aggregator, Mean) and aggregator.streams:
-            self.mean = aggregator
+        if isinstance(self._aggregator, Mean) and self._aggregator.streams:
+            self.mean = self._aggregator
         #: With a guard the mean of the updates as they were received.
         self._as_received = None if comparison is None else Mean()
         self._told: list[Told] = []
 
     def add(self, moved: Moved) -> Tensors | None:
-        """Add an update; drop it if the aggregator refuses it."""
+        """Add an update; return its tensors for the anchor, None if it was dropped.
+
+        An update is dropped if the aggregator refuses it. The tensors are empty if it
+        was added layer by layer.
+        """
         update = moved.update
-        assert self._aggregator is not None  # until ``result``
         try:
             if self._aggregator.streams:
                 layers = [moved.tensors] if moved.layers is None else moved.layers
@@ -146,7 +126,7 @@ class Averaged:
         return moved.tensors
 
     def result(self, wrapped: Wrapped, moved_broadcast: MovedBroadcast) -> Aggregated:
-        """Return the merged model.
+        """Return the new model and metrics, once; see ``Aligner.moved_broadcast``.
 
         Any base strategy but ``FedAvg`` aggregates the mean as one update.
         """
@@ -160,8 +140,11 @@ class Averaged:
             )
         if merged is None or wrapped.wrapped_class is FedAvg:
             return merged, metrics
-        # The base strategy receives the mean as the round's only update.
-        mean = of_mean(merged, wrapped.weighted_by)
+        # The base strategy receives the mean as the round's only update, in a message
+        # like one client's reply.
+        weight = MetricRecord({wrapped.weighted_by: 1})
+        content = RecordDict({"arrays": merged, "metrics": weight})
+        mean = Message(content, dst_node_id=0, message_type=MessageType.TRAIN)
         integers = integers_of(merged)
         # Flower's strategies replace attributes, and change none in place.
         state = vars(wrapped.strategy)
@@ -172,7 +155,7 @@ class Averaged:
             arrays, _ = _aggregated(wrapped, record.number, [mean], moved)
         if arrays is not None:
             arrays = restored(arrays, wrapped.broadcast, integers)
-            if record.finite(from_arrays(arrays)):
+            if record.finite(arrays):
                 return arrays, metrics
         state.clear()
         state.update(before)
@@ -187,8 +170,9 @@ class Averaged:
         as_received = self._as_received
         comparison = self.comparison
         is_mean = self.mean is not None
-        self._aggregator = self._as_received = self.mean = None
-        if aggregator is None or not self.record.enough(wrapped.min_replies):
+        del self._aggregator
+        self._as_received = self.mean = None
+        if not self.record.enough(wrapped.min_replies):
             return None, False
         sent = wrapped.broadcast
         if wrapped.wrapped_class is not FedAvg:
@@ -213,7 +197,7 @@ class Averaged:
         merged = aggregator.release()
         self.record.note(aggregator)
         encoded = as_sent(merged, sent)
-        return encoded if self.record.finite(from_arrays(encoded)) else None
+        return encoded if self.record.finite(encoded) else None
 
 
 class Listed:
@@ -281,30 +265,34 @@ class Listed:
             )
         if arrays is None:
             return None, metrics
-        if wrapped.align:
+        if arrays.keys() == wrapped.broadcast.keys():
             arrays = restored(arrays, wrapped.broadcast, self._integers)
-        elif arrays.keys() == wrapped.broadcast.keys():
-            arrays = restored(arrays, wrapped.broadcast, integers_of(arrays))
-        return arrays if record.finite(from_arrays(arrays)) else None, metrics
+        return arrays if record.finite(arrays) else None, metrics
 
     def _alike(self, wrapped: Wrapped) -> list[Update]:
-        """Drop the updates that the base strategy could not aggregate with most."""
-        good, odd = with_common_layout(self._held, _layout)
+        """Drop the updates that the base strategy could not aggregate with most.
+
+        Record names and metrics have to be equal, and for some strategies weights.
+        """
+        equal = equal_weights(wrapped.strategy)
+
+        def layout(update: Update) -> tuple[object, ...]:
+            weight = (update.weight,) if equal else ()
+            return update.record, *metrics_layout(update.message.content), *weight
+
+        good, odd = with_common_layout(self._held, layout)
         for update in odd:
             self.record.drop(
                 update.client,
-                f"Its records and metrics are {_layout(update)}, most clients' are "
-                f"{_layout(good[0])}. Send the same metrics from every client.",
+                f"Its records, metrics and weight are {layout(update)}, most clients' "
+                f"are {layout(good[0])}. Send the same metrics from every client, and "
+                "equal weights for a privacy accountant.",
             )
-        if equal_weights(wrapped.strategy):
-            good, odd = with_common_layout(good, lambda update: (update.weight,))
-            for update in odd:
-                self.record.drop(
-                    update.client,
-                    f"Its weight is {update.weight:g}, most clients' is "
-                    f"{good[0].weight:g}. The privacy accountant needs equal weights.",
-                )
         return good
+
+
+#: Collects the updates of one round, and returns the new model.
+Merge = Averaged | Listed
 
 
 def _aggregated(
@@ -314,7 +302,7 @@ def _aggregated(
     moved: MovedBroadcast,
 ) -> Aggregated:
     """Let the strategy aggregate; ``moved`` makes the model that it subtracts."""
-    if moved is not None:
+    if moved:
         # A broadcast model that cannot be matched is not moved.
         with suppress(UpdateError):
             set_broadcast(
@@ -322,11 +310,6 @@ def _aggregated(
                 lambda: plain(as_sent(dict(moved()), wrapped.broadcast)),
             )
     return wrapped.aggregate(number, messages)
-
-
-def _layout(update: Update) -> tuple[object, ...]:
-    """Return what Flower's strategies need to be equal: record names and metrics."""
-    return update.record, *metrics_layout(update.message.content)
 
 
 def _with_metrics(told: Sequence[Told]) -> list[RecordDict]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from logging import INFO, WARNING
 from operator import attrgetter
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from flwr.serverapp import Grid
 
 from fedrot.aggregation import Mean
 from fedrot.alignment.align import Alignment
-from fedrot.alignment.anchors import Evidence, Finder, decided, finder, in_other_basis
+from fedrot.alignment.anchors import Evidence, in_other_basis
 from fedrot.check import check_function
 from fedrot.collect.activations import probing
 from fedrot.collect.random_inputs import reads_text
@@ -32,7 +31,7 @@ from fedrot.strategies.client.moves import (
 from fedrot.strategies.round.aligner import AlignmentPlan, ToAnchor
 from fedrot.strategies.round.asked import Asked, Question
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Moved, MovedBroadcast, Update
+from fedrot.strategies.round.update import Moved, Update, Updates
 from fedrot.strategies.settings import OtherBasis
 from fedrot.strategies.wire.lazy_grid import streamed
 from fedrot.symmetry import Symmetry
@@ -54,14 +53,6 @@ class ClientRequests(NamedTuple):
     grid: Grid
     config: ConfigRecord
     timeout: float | None
-
-    def of(self, requests: Sequence[Message]) -> Iterable[Message]:
-        """Send requests, and return the answers that arrive before the timeout."""
-        return (
-            streamed(self.grid.send_and_receive(requests, timeout=self.timeout))
-            if requests
-            else ()
-        )
 
 
 class OtherBases:
@@ -98,19 +89,21 @@ class OtherBases:
         if self._prepared:
             return
         build = self.settings.model
+        if build is not None:
+            # Building a model draws random numbers; a resumed run would draw them in
+            # another round.
+            with torch.random.fork_rng(devices=[]):
+                model = build()
+            # Ties are read from the model, because a record of arrays may hold tied
+            # tensors separately.
+            tied = symmetry.tied or tied_tensors(model.state_dict())
+            symmetry = replace(symmetry, tied=tied)
+        self.options = self.options.for_model(symmetry)
+        if self.rotates:
+            check_rotates(symmetry)
         if build is None:
-            self._decide(symmetry)
             return
-        # Building a model draws random numbers; a resumed run would draw them in
-        # another round.
-        with torch.random.fork_rng(devices=[]):
-            model = build()
         config = settings_of(model.config)
-        # Ties are read from the model, because a record of arrays may hold tied tensors
-        # separately.
-        self._decide(
-            replace(symmetry, tied=symmetry.tied or tied_tensors(model.state_dict()))
-        )
         symmetry = symmetry.rotated if self.rotates else symmetry
         try:
             check_function(model, config, symmetry, self.options.parts)
@@ -126,18 +119,9 @@ class OtherBases:
             self.evidence = probing(build, config, symmetry)
         self._prepared = True
 
-    def _decide(self, symmetry: Symmetry) -> None:
-        """Decide whether the stream is rotated; raise if tied tensors prevent it."""
-        self.options = self.options.for_model(symmetry)
-        if self.rotates:
-            check_rotates(symmetry)
-
 
 class FromOtherBases(ToAnchor):
-    """Aligns the updates of one round if some may come from another basis.
-
-    Without ``exchange`` no client is asked to match or to learn.
-    """
+    """Aligns the updates of one round if some may come from another basis."""
 
     by_layers = False
 
@@ -148,32 +132,14 @@ class FromOtherBases(ToAnchor):
         broadcast: Tensors,
         record: RoundRecord,
         shared: Mean | None,
-        exchange: ClientRequests | None,
+        exchange: ClientRequests,
     ) -> None:
         self.others = others
         self.exchange = exchange
-        self._base = broadcast
-        self._mixed = True
+        self.other_options = others.options
+        self.evidence = others.evidence
         self._matched: Found = {}
         super().__init__(plan, broadcast, record, shared)
-
-    def finder(self, base: Tensors) -> Finder:
-        """Return the function that finds one update's alignment to one anchor."""
-        if not self._mixed:
-            return super().finder(base)
-        return finder(
-            base,
-            self.plan.symmetry,
-            self.plan.options,
-            self.others.options,
-            self.others.evidence,
-        )
-
-    @property
-    def canonical(self) -> bool:
-        """True if the round brings its updates to canonical form."""
-        others = self.others.options if self._mixed else None
-        return bool(decided(self.plan.options, others, self.plan.symmetry)[0].canonical)
 
     def _check(self, tensors: Tensors, with_activations: bool) -> None:
         form = self.there(tensors)
@@ -183,14 +149,13 @@ class FromOtherBases(ToAnchor):
         if with_activations and self.others.evidence is not None:
             self.others.evidence(form, form)
 
-    def prepare(self, held: Sequence[Update]) -> Sequence[Update]:
+    def prepare(self, held: Updates) -> Updates:
         """Choose the round's coordinates; updates matched at clients come first.
 
         An update whose canonical form or activations overflow is dropped, because it
         must not define the round's coordinates.
         """
         others = self.others
-        exchange = self.exchange
         if not others.needs_all:
             return held
         updates = list[Update]()
@@ -205,17 +170,20 @@ class FromOtherBases(ToAnchor):
                 updates.append(update)
                 (far if other else near).append(update)
         self.record.other_basis = len(far)
-        self._base = self._chosen_base(far, near)
-        self._mixed = bool(far)
-        if far and exchange is not None:
-            if others.settings.at_clients:
-                self._matched = self._matched_at_clients(updates, exchange)
-            if others.settings.learning_passes and len(updates) > 1:
-                self._matched = self._learned_together(updates, exchange)
-        self.rule = self.rule_at(self._base, self.shared)
+        self.base = self._chosen_base(far, near)
+        if not far:
+            self.other_options = self.evidence = None
+        elif others.settings.at_clients:
+            self._matched = self._matched_at_clients(updates)
+        if far and others.settings.learning_passes and len(updates) > 1:
+            self._matched = self._learned_together(updates)
+        self.rule = self.rule_at(self.base, self.shared)
+        return self._matched_first(updates)
+
+    def _matched_first(self, updates: Updates) -> Updates:
         return sorted(updates, key=lambda update: update.question not in self._matched)
 
-    def _chosen_base(self, far: Sequence[Update], near: Sequence[Update]) -> Tensors:
+    def _chosen_base(self, far: Updates, near: Updates) -> Tensors:
         """Return the model that defines the round's coordinates.
 
         This is the broadcast model, with two exceptions if the residual stream is
@@ -248,34 +216,37 @@ class FromOtherBases(ToAnchor):
         """The symmetry of the moves that clients send."""
         return self.plan.symmetry.rotated if self.others.rotates else self.plan.symmetry
 
-    def _matched_at_clients(
-        self, updates: Sequence[Update], exchange: ClientRequests
-    ) -> Found:
+    def _matched_at_clients(self, updates: Updates) -> Found:
         """Return the alignments that clients found for their own updates."""
         asked = [
             update
             for update in updates
-            if in_other_basis(update.tensors, self._base, self._symmetry)
+            if in_other_basis(update.tensors, self.base, self._symmetry)
         ]
         requests = [
-            request(
-                self._base,
-                update.tensors,
-                exchange.config,
-                update.question.node,
-                canonical_form=self.others.rotates,
-            )
-            for update in asked
+            self._request(update, self.base, update.tensors) for update in asked
         ]
         return self._answers(
-            requests, asked, exchange, {}, "Client %d is matched at the server: %s"
+            requests, asked, {}, "Client %d is matched at the server: %s"
+        )
+
+    def _request(
+        self, update: Update, anchor: Tensors, tensors: Tensors, learn: bool = False
+    ) -> Message:
+        """Return the request to the client of an update, about these tensors of it."""
+        return request(
+            anchor,
+            tensors,
+            self.exchange.config,
+            update.question.node,
+            canonical_form=self.others.rotates,
+            learn=learn,
         )
 
     def _answers(
         self,
         requests: Sequence[Message],
-        asked: Sequence[Update],
-        exchange: ClientRequests,
+        asked: Updates,
         before: Found,
         otherwise: str,
     ) -> Found:
@@ -284,11 +255,15 @@ class FromOtherBases(ToAnchor):
         The first answer to a request counts. An answer that is no alignment, or whose
         result is not finite, is left out, and the warning ``otherwise`` tells why.
         """
-        answers = exchange.of(requests)  # Requests have ids once they are sent.
+        if not requests:
+            return {}
+        exchange = self.exchange
+        # Requests have ids once they are sent.
+        answers = exchange.grid.send_and_receive(requests, timeout=exchange.timeout)
         sent = Asked(message.metadata for message in requests)
         silent = dict(zip(sent.questions, asked, strict=True))
         alignments: Found = {}
-        for answer in answers:
+        for answer in streamed(answers):
             update = silent.pop(sent.question(answer), None)
             if update is None:
                 continue
@@ -297,7 +272,7 @@ class FromOtherBases(ToAnchor):
                 if update.question in before:
                     moves = compact([*before[update.question].moves, *moves])
                 alignment = alignment_by(
-                    moves, update.tensors, self._base, self._symmetry
+                    moves, update.tensors, self.base, self._symmetry
                 )
                 check_finite(alignment.move(update.tensors))
             except UpdateError as error:
@@ -306,9 +281,7 @@ class FromOtherBases(ToAnchor):
                 alignments[update.question] = alignment
         return alignments
 
-    def _learned_together(
-        self, updates: Sequence[Update], exchange: ClientRequests
-    ) -> Found:
+    def _learned_together(self, updates: Updates) -> Found:
         """Return the alignments of all updates after clients learn a common basis.
 
         In each pass all clients learn at the same time, each against the mean of the
@@ -325,13 +298,11 @@ class FromOtherBases(ToAnchor):
             most = LARGEST_SHARE * mean.weight
             asked = [update for update in updates if update.weight <= most]
             requests = [
-                self._request(update, now[update.question], mean, exchange)
-                for update in asked
+                self._to_learn(update, now[update.question], mean) for update in asked
             ]
             learned = self._answers(
                 requests,
                 asked,
-                exchange,
                 now,
                 "The rotations of client %d stay unchanged: %s",
             )
@@ -345,30 +316,26 @@ class FromOtherBases(ToAnchor):
             )
         return now
 
-    def _aligned_alone(self, updates: Sequence[Update]) -> Found:
+    def _aligned_alone(self, updates: Updates) -> Found:
         """Return the alignments to start from: of clients, or by an own anchor.
 
         Updates that cannot be aligned are left out.
         """
         alignments = dict(self._matched)
-        rule = self.rule_at(self._base, None)
-        for update in updates:
-            if update.question in self._matched:
-                moved = alignments[update.question].move(self.there(update.tensors))
-                rule.include(moved, update.weight)
-        for update in updates:
-            if update.question in self._matched:
-                continue
+        rule = self.rule_at(self.base, None)
+        for update in self._matched_first(updates):
+            question = update.question
             tensors = self.there(update.tensors)
+            if question in self._matched:
+                rule.include(alignments[question].move(tensors), update.weight)
+                continue
             with suppress(UpdateError):
                 alignment = rule.align(tensors)
                 rule.accept(alignment.move(tensors), update.weight)
-                alignments[update.question] = alignment
+                alignments[question] = alignment
         return alignments
 
-    def _request(
-        self, update: Update, alignment: Alignment, mean: Mean, exchange: ClientRequests
-    ) -> Message:
+    def _to_learn(self, update: Update, alignment: Alignment, mean: Mean) -> Message:
         """Return the request to learn between a client's model and all others' mean."""
         moved = alignment.move(update.tensors)
         share = update.weight / mean.weight
@@ -376,14 +343,7 @@ class FromOtherBases(ToAnchor):
         for name, total in mean.current.items():
             if moved[name].is_floating_point():
                 rest[name] = (total - share * moved[name]) / (1 - share)
-        return request(
-            rest,
-            moved,
-            exchange.config,
-            update.question.node,
-            canonical_form=self.others.rotates,
-            learn=True,
-        )
+        return self._request(update, rest, moved, learn=True)
 
     def move(self, update: Update) -> Moved:
         """Return the update, moved by its client's alignment if there is one."""
@@ -403,8 +363,3 @@ class FromOtherBases(ToAnchor):
 
     def close(self) -> None:
         """Log nothing: such replies are expected."""
-
-    def moved_broadcast(self) -> MovedBroadcast:
-        """Return a function for the broadcast model in these coordinates, or None."""
-        there = self._base is self.broadcast and not self.canonical
-        return None if there else partial(self.in_coordinates_of, self._base)

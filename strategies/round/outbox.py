@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Sequence
 
 import torch
-from flwr.app import Array, ArrayRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 
 from fedrot.strategies.round.update import Moved
 from fedrot.strategies.wire.arrays import (
@@ -43,9 +43,7 @@ def common_model(messages: Sequence[Message], record: str | None) -> ArrayRecord
         (model,) = (
             records.values() if len(records) == 1 else (records.get(record or ""),)
         )
-        if model is None or (
-            common is not None and model is not common and dict(model) != dict(common)
-        ):
+        if model is None or (common is not None and dict(model) != dict(common)):
             return None
         common = model
     return common
@@ -103,13 +101,7 @@ def restored(
     arrays: ArrayRecord, sent: ArrayRecord, integers: ArrayRecord
 ) -> ArrayRecord:
     """Return a strategy's new model encoded ``as_sent``, with these ``integers``."""
-    model = arrays
-    for name, array in arrays.items():
-        like = sent[name]
-        alike = array.dtype == like.dtype and like.stype == NUMPY
-        if not alike or not _floating(array):
-            model = as_sent(from_arrays(arrays), sent)
-            break
+    model = as_sent(from_arrays(arrays), sent)
     model.update(integers)
     return model
 
@@ -126,19 +118,11 @@ def with_tensors(moved: Moved) -> Message:
     update = moved.update
     content = RecordDict(dict(update.message.content))
     content.pop(STATISTICS, None)
-    arrays = records_of_type(content, ArrayRecord).get(update.record, ArrayRecord())
+    arrays = records_of_type(content, ArrayRecord)[update.record]
     content[update.record] = replace_changed(arrays, update.tensors, moved.tensors)
     message = copy.copy(update.message)
     message.content = content
     return message
-
-
-def of_mean(arrays: ArrayRecord, weighted_by_key: str) -> Message:
-    """Return the mean of a round's updates as a message like one client's reply."""
-    content = RecordDict(
-        {"arrays": arrays, "metrics": MetricRecord({weighted_by_key: 1})}
-    )
-    return Message(content, dst_node_id=0, message_type=MessageType.TRAIN)
 
 
 def _floating(array: Array) -> bool:

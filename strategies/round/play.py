@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
 from operator import attrgetter
 
@@ -20,33 +20,34 @@ from fedrot.strategies.round.inbox import Inbox, Schema
 from fedrot.strategies.round.merge import Averaged, Listed, Merge
 from fedrot.strategies.round.outbox import integers_of
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.round.update import Builder, MovedBroadcast, Update
+from fedrot.strategies.round.update import Builder, MovedBroadcast, Update, Updates
 from fedrot.strategies.settings import Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.flower_compat import figures_of
-from fedrot.strategies.wire.label_names import Names, check_names, label_names
+from fedrot.strategies.wire.label_names import Names, check_names, wanted_names
 from fedrot.tensors import Tensors
 
 #: Returns all updates of a round in the order in which they are merged.
-Order = Callable[[list[Update]], list[Update]]
+Order = Callable[[Updates], Updates]
 
 
-def by_client(updates: list[Update]) -> list[Update]:
+def by_client(updates: Updates) -> Updates:
     """Sort by the ids that clients send, so that a client chooses its place."""
     return sorted(updates, key=attrgetter("client"))
 
 
-def by_contents(updates: list[Update]) -> list[Update]:
+def by_contents(updates: Updates) -> Updates:
     """Sort by a hash of each update's checksum and the checksums of all updates.
 
     A client cannot choose its place, because it does not know the updates of the
     others.
     """
-    numbers = [update.checksum for update in updates]
-    every = sorted(numbers)
-    keys = [sha256(repr((every, number)).encode()).digest() for number in numbers]
-    places = sorted(range(len(updates)), key=keys.__getitem__)
-    return [updates[place] for place in places]
+    every = sorted(update.checksum for update in updates)
+
+    def place(update: Update) -> bytes:
+        return sha256(repr((every, update.checksum)).encode()).digest()
+
+    return sorted(updates, key=place)
 
 
 def play(
@@ -140,9 +141,11 @@ class PlaysRounds(Strategy):
 
         Args:
             node: that has sent the reply.
-            names: in the reply; they may be empty.
+            names: in the reply; if they are empty, those that the node has said for a
+                fit count.
         """
-        check_names(names, label_names(self.model_config))
+        wanted = wanted_names(self.model_config, self.labels_of_nodes)
+        check_names(names or self.labels_of_nodes.get(node, ()), wanted)
 
     def aligner(
         self, broadcast: Tensors, mean: Mean | None, record: RoundRecord
@@ -170,10 +173,9 @@ class PlaysRounds(Strategy):
         merge: Merge
         if build is not None:
             merge = Averaged(build, record, self.comparison)
-        elif self.aligns:
-            merge = Listed(record, integers_of(self._broadcast))
         else:
-            merge = Listed(record, ArrayRecord())
+            kept = integers_of(self._broadcast) if self.aligns else ArrayRecord()
+            merge = Listed(record, kept)
         aligner = self.aligner(broadcast, merge.mean, record)
         inbox = Inbox(
             asked,
@@ -189,10 +191,15 @@ class PlaysRounds(Strategy):
             check_labels=self.check_labels,
         )
         order: Order | None = list if self.waits else None
-        if self.waits and deterministic:
+        if deterministic:
             order = by_client if self.trusts_ids else by_contents
         play(replies, inbox, aligner, merge, order=order)
         return merge, aligner.moved_broadcast()
+
+    @property
+    def labels_of_nodes(self) -> Mapping[int, Names]:
+        """The names of labels that nodes have said for a fit, by node."""
+        return {}
 
     @property
     def _weighted_by(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -11,7 +11,9 @@ from typing import Any
 
 import flwr
 import torch
+from flwr.app import ArrayRecord
 from flwr.common import log
+from flwr.serverapp import Grid
 
 import fedrot
 from fedrot.aggregation import Aggregator
@@ -19,7 +21,7 @@ from fedrot.errors import FedrotError, SymmetryError, UpdateError, legible, refu
 from fedrot.report import AlignmentReport
 from fedrot.strategies.reporting import verdict
 from fedrot.strategies.round.update import Moved
-from fedrot.strategies.wire.arrays import model_hash
+from fedrot.strategies.wire.arrays import from_arrays, model_hash
 from fedrot.tensors import Tensors, check_finite
 
 #: Versions of what computes a round, for rows with hashes.
@@ -77,11 +79,6 @@ class RoundRecord:
         self.failed.append((client, reason))
         log(INFO, f"\t> {who} %d: %s", client, reason)
 
-    def miss(self, client: int, in_front: str) -> None:
-        """Record a client without an answer, or whose reply ``in_front`` left out."""
-        left_out = f", or {in_front} left it out" if in_front else ""
-        self.fail(client, f"No answer before the timeout{left_out}.", who="Client")
-
     def merged(self, moved: Moved) -> None:
         """Store the report of a merged update, and log it at level DEBUG."""
         if moved.report is None:
@@ -131,10 +128,10 @@ class RoundRecord:
         )
         return False
 
-    def finite(self, tensors: Tensors) -> bool:
+    def finite(self, arrays: ArrayRecord) -> bool:
         """Return whether a new model is finite; if not, the round fails."""
         try:
-            check_finite(tensors)
+            check_finite(from_arrays(arrays))
         except UpdateError as error:
             self.lose(f"the aggregation is not finite. {error}")
             return False
@@ -158,35 +155,30 @@ class RoundRecord:
         return figures | self.guard | self.measured
 
     def add_hashes(
-        self, before: Tensors, after: Tensors | None, about: Mapping[str, Any]
+        self, before: Tensors, after: Tensors, about: Mapping[str, Any]
     ) -> None:
-        """Add the row of the model's hashes and what is known ``about`` it.
-
-        A round without a new model has averaged nothing: its updates' rows are left
-        out.
-        """
-        if after is None:
-            self.origins.clear()
-        old, new = (
-            model_hash(before if model is None else model) for model in (before, after)
-        )
+        """Add the row of the model's hashes and what is known ``about`` it."""
         self.origins.append(
-            {"sha256_before": old, "sha256_after": new, "versions": VERSIONS, **about}
+            {
+                "sha256_before": model_hash(before),
+                "sha256_after": model_hash(after),
+                "versions": VERSIONS,
+                **about,
+            }
         )
 
-    def check_start(self, nodes: Callable[[], Iterable[int]]) -> None:
+    def check_start(self, grid: Grid | None) -> None:
         """End the run if every reply of round 1 was dropped for the same reason.
 
         Such a reason is an error of the program, and would occur in every round. The
         run continues if a client has failed or has not answered, if reasons differ, or
-        if one of several connected clients was asked. ``nodes`` returns the ids of all
-        connected nodes.
+        if one of several connected clients was asked.
         """
         reasons = {reason for _, reason in self.dropped}
         clients = {client for client, _ in self.dropped}
         if self.number > 1 or len(reasons) != 1 or self.accepted or self.failed:
             return
-        if len(clients) > 1 or len(list(nodes())) <= 1:
+        if len(clients) > 1 or grid is None or len([*grid.get_node_ids()]) <= 1:
             raise FedrotError(
                 "Every reply of the first round was dropped for the same reason. Fix "
                 f"the ClientApp and start again. The reason: {reasons.pop()}"
@@ -225,32 +217,23 @@ class RoundRecord:
             self.number == 1
             and reports
             and not self.lost
-            and not verdict.groups_moved(reports)
+            and not verdict.shares_of(reports).moved
         ):
             log(INFO, "%s%s", verdict.UNMOVED, "" if fits_head else verdict.TRY_HEAD)
         return conclusion
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the report's rows: per client and group, per lost reply, per note."""
-        aligned = [
-            {"client": client, **row}
-            for client, report in self.reports
-            for row in report.rows()
-        ]
-        lost = [
-            {"client": client, kind: reason}
-            for kind, replies in (("dropped", self.dropped), ("failed", self.failed))
-            for client, reason in replies
-        ]
-        notes = [
-            {"tensor": tensor, "note": note} for tensor, note in self.notes.items()
-        ]
-        of_round: list[Mapping[str, Any]] = []
+        rows: list[Mapping[str, Any]] = []
+        for client, report in self.reports:
+            rows += [{"client": client, **row} for row in report.rows()]
+        rows += [{"client": client, "dropped": why} for client, why in self.dropped]
+        rows += [{"client": client, "failed": why} for client, why in self.failed]
+        rows += [{"tensor": name, "note": note} for name, note in self.notes.items()]
         if self.lost:
-            of_round.append({"lost": self.lost})
+            rows.append({"lost": self.lost})
         if self.sentence:
-            of_round.append({"said": self.sentence, **self.measured})
+            rows.append({"said": self.sentence, **self.measured})
         if self.guard:
-            of_round.append(self.guard)
-        rows = [*aligned, *lost, *notes, *of_round, *self.origins]
-        return [{"round": self.number, **row} for row in rows]
+            rows.append(self.guard)
+        return [{"round": self.number, **row} for row in (*rows, *self.origins)]

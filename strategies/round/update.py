@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from flwr.app import Message
@@ -51,13 +52,17 @@ class Update:
         """The message that the client answers."""
         return question_of(self.message)
 
-    @property
+    @cached_property
     def checksum(self) -> int:
         """A number made of the client's id and of every value of its tensors."""
         checksum = zlib.crc32(str(self.client).encode())
         for tensor in self.tensors.values():
             checksum = zlib.crc32(flat_bytes(tensor).numpy().data, checksum)
         return checksum
+
+
+#: Updates of one round, in an order.
+Updates = Sequence[Update]
 
 
 @dataclass(frozen=True)

@@ -71,19 +71,21 @@ def to_arrays(tensors: Tensors, dtype: torch.dtype | None = None) -> ArrayRecord
         FedrotError: ``dtype`` is not in ``PRECISIONS``, or a tensor cannot be sent
             (complex, float8, sparse).
     """
-    if dtype is not None and dtype not in PRECISIONS:
-        raise FedrotError(
-            f"Weights are sent as {', '.join(map(str, PRECISIONS))}, not as {dtype}."
-        )
+    check_precision("dtype", dtype)
     arrays = ArrayRecord()
     first = dict[tuple[object, ...], str]()
     for name, tensor in tensors.items():
         if why := unusable(tensor):
             raise FedrotError(f"The tensor '{name}' {why}.")
-        cast = dtype is not None and tensor.is_floating_point()
-        sent = tensor.detach().to(dtype if cast else tensor.dtype).cpu()
-        place = (tensor.device, tensor.data_ptr())
-        memory = (*place, tensor.shape, tensor.stride(), tensor.dtype)
+        wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        sent = tensor.detach().to(wanted).cpu()
+        memory = (
+            tensor.device,
+            tensor.data_ptr(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
         if memory in first:
             arrays[name] = _array(sent, TIED, first[memory].encode())
         else:
@@ -91,6 +93,16 @@ def to_arrays(tensors: Tensors, dtype: torch.dtype | None = None) -> ArrayRecord
             if tensor.numel():
                 first[memory] = name
     return arrays
+
+
+def check_precision(
+    name: str, dtype: object, choices: Sequence[torch.dtype] = PRECISIONS
+) -> None:
+    """Raise ``FedrotError`` unless the argument ``name`` is None or a precision."""
+    if dtype is not None and dtype not in choices:
+        raise FedrotError(
+            f"{name} is {dtype!r}; choose from {', '.join(map(str, choices))}."
+        )
 
 
 def from_arrays(record: ArrayRecord, *, writable: bool = False) -> TensorDict:
@@ -140,7 +152,10 @@ def headers(record: ArrayRecord) -> dict[str, Header]:
         for name, array in record.items()
         if array.stype != TIED
     }
-    return {name: with_values[_name_of_values(name, record)] for name in record}
+    return {
+        name: with_values.get(name) or _tied(name, record, with_values)
+        for name in record
+    }
 
 
 def decoded(
@@ -187,12 +202,12 @@ def encode(name: str, tensor: Tensor) -> Array:
     return _array(value, NUMPY, _npy(value))
 
 
-def decode(name: str, array: Array, of: Header | None = None) -> Tensor:
+def decode(name: str, array: Array, known: Header | None = None) -> Tensor:
     """Return an array's tensor, a view of its bytes if they are aligned.
 
-    ``of`` is its ``header``, which is read if it is not given; see ``from_arrays``.
+    ``known`` is its ``header``, which is read if it is not given; see ``from_arrays``.
     """
-    known = header(name, array) if of is None else of
+    known = known or header(name, array)
     values = np.frombuffer(array.data, known.stored, prod(known.shape), known.start)
     if known.dtype == torch.bool and values.view(np.uint8).max(initial=0) > 1:
         raise _unreadable(name, "holds truth values other than 0 and 1")
@@ -231,10 +246,11 @@ def header(name: str, array: Array) -> Header:
     shape = tuple(map(int, dims))
     bits = array.stype == BFLOAT16
     held = "bfloat16" if bits and stored == np.uint16 else str(stored)
-    # Flower's legacy workflows leave both fields empty.
-    silent = not bits and (array.dtype, array.shape) == ("", ())
-    agrees = (array.dtype, array.shape) == (held, shape)
-    if not silent and not (agrees and bits == (held == "bfloat16")):
+    possible = [(held, shape)]
+    if not bits:
+        # Flower's legacy workflows leave both fields empty.
+        possible.append(("", ()))
+    if (array.dtype, array.shape) not in possible or bits != (held == "bfloat16"):
         claim = f"{array.dtype!r:.60} {array.shape!r:.60}"
         raise _unreadable(
             name, f"claims to be {claim}, but its header says {held} {shape!r:.60}"
@@ -298,16 +314,11 @@ def _array(like: Tensor, stype: str, data: bytes) -> Array:
     return Array(str(like.dtype).removeprefix("torch."), tuple(like.shape), stype, data)
 
 
-def _name_of_values(name: str, record: ArrayRecord) -> str:
-    """Return the name whose array holds a tensor's values: of a tied one another."""
+def _tied(name: str, record: ArrayRecord, with_values: Mapping[str, Header]) -> Header:
+    """Return the header of the tensor that a tied name stands for."""
     array = record[name]
-    if array.stype != TIED:
-        return name
-    try:
-        other = array.data.decode()
-    except UnicodeDecodeError as error:
-        raise _unreadable(name, "is tied to bytes that are no name") from error
-    if other not in record or record[other].stype not in (NUMPY, BFLOAT16):
+    other = array.data.decode(errors="replace")
+    if other not in with_values:
         raise _unreadable(
             name, f"is tied to {other!r:.60}, which is not in the record with values"
         )
@@ -315,7 +326,7 @@ def _name_of_values(name: str, record: ArrayRecord) -> str:
         raise _unreadable(
             name, f"is tied to {other!r:.60}, which has another shape or dtype"
         )
-    return other
+    return with_values[other]
 
 
 def _unreadable(name: str, problem: str) -> UpdateError:
@@ -332,10 +343,9 @@ def replace_changed(
     """
     replaced = ArrayRecord()
     for name, tensor in after.items():
-        array = arrays.get(name)
+        array = arrays[name]
         if (
-            array is None
-            or array.stype != NUMPY
+            array.stype != NUMPY
             or f"torch.{array.dtype}" != str(tensor.dtype)
             or tensor is not before[name]
         ):
@@ -377,6 +387,20 @@ def model_records(content: RecordDict) -> dict[str, ArrayRecord]:
     }
 
 
+def only_model(content: RecordDict) -> tuple[str, ArrayRecord]:
+    """Return the name and the arrays of a reply's model.
+
+    Raises:
+        UpdateError: the reply does not hold exactly one.
+    """
+    records = model_records(content)
+    if len(records) != 1:
+        raise UpdateError(
+            f"The reply holds {len(records)} ArrayRecords; send exactly one."
+        )
+    return records.popitem()
+
+
 def array_record(content: RecordDict, name: str) -> ArrayRecord:
     """Return the ArrayRecord of this name; raises ``UpdateError`` if it is missing."""
     record = records_of_type(content, ArrayRecord).get(name)
@@ -387,21 +411,16 @@ def array_record(content: RecordDict, name: str) -> ArrayRecord:
 
 def without_arrays(content: RecordDict) -> RecordDict:
     """Return a content's metrics, and configurations of up to 64 KiB in all."""
-    small = dict[str, ConfigRecord]()
+    small = RecordDict(records_of_type(content, MetricRecord))
     left = _LARGEST_CONFIGURATIONS
     for name, record in records_of_type(content, ConfigRecord).items():
-        left -= _size(name, record)
+        values = (value for _, value in singly(record))
+        numbers = sum(len(v) if isinstance(v, str | bytes) else 8 for v in values)
+        left -= len(name) + numbers + sum(map(len, record))
         if left >= 0:
             small[name] = record
-    return RecordDict({**records_of_type(content, MetricRecord), **small})
+    return small
 
 
 #: Approximate bytes of a reply's configurations that are kept until the round ends.
 _LARGEST_CONFIGURATIONS = 2**16
-
-
-def _size(name: str, record: ConfigRecord) -> int:
-    """Return the approximate size of a configuration in bytes."""
-    values = (value for _, value in singly(record))
-    numbers = sum(len(v) if isinstance(v, str | bytes) else 8 for v in values)
-    return len(name) + numbers + sum(map(len, record))

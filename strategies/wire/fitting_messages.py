@@ -17,33 +17,44 @@ MESSAGE_TYPE = f"query.{ACTION}"
 
 #: Records of a request. A body and its task heads have these names with a place among
 #: the request's bodies.
-MODEL, TASK_HEADS = "fedrot-model", "fedrot-heads"
+MODEL = "fedrot-model"
+TASK_HEADS = "fedrot-heads"
 
 #: Records of an answer: numbers of rows, sums of features, losses, or that the client
 #: lacks a body.
-ROWS, SUMS = "fedrot-rows", "fedrot-class-sums"
-LOSSES, LACKS = "fedrot-losses", "fedrot-lacks"
+ROWS = "fedrot-rows"
+SUMS = "fedrot-class-sums"
+LOSSES = "fedrot-losses"
+LACKS = "fedrot-lacks"
 
 #: Records of an answer of a site: counts of its rows by class; that it reports nothing;
 #: and its figures and name.
-COUNTS, WITHHELD = "fedrot-counts", "fedrot-withheld"
-FIGURES, SITE = "fedrot-figures", "fedrot-site"
+COUNTS = "fedrot-counts"
+WITHHELD = "fedrot-withheld"
+FIGURES = "fedrot-figures"
+SITE = "fedrot-site"
 
 #: Keys of a request's configuration: the stage, the name of the task head (empty
 #: evaluates the model itself) and the problem type.
-STAGE, TASK_HEAD = "fedrot-stage", "fedrot-task-head"
+STAGE = "fedrot-stage"
+TASK_HEAD = "fedrot-task-head"
 PROBLEM_TYPE = "fedrot-problem-type"
 
 #: Further keys: hashes of the request's bodies, of all that the client shall keep, and
 #: of those that a body is half way between.
-BODIES, KEEP, BETWEEN = "fedrot-bodies", "fedrot-keep", "fedrot-between"
+BODIES = "fedrot-bodies"
+KEEP = "fedrot-keep"
+BETWEEN = "fedrot-between"
 
 #: A further key: shares of classes in the bias of the model.
 PRIORS = "fedrot-priors"
 
 #: The stages.
-COUNT, SUM, EVALUATE = "count", "sum", "evaluate"
-COUNT_CLASSES, REPORT = "count-classes", "report"
+COUNT = "count"
+SUM = "sum"
+EVALUATE = "evaluate"
+COUNT_CLASSES = "count-classes"
+REPORT = "report"
 
 
 def hash_of(tensors: Tensors, task_head: str) -> str:

@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
@@ -36,6 +36,9 @@ MetricsFunction = Callable[[list[RecordDict], str], MetricRecord]
 
 #: Evaluates a round's model at the server: Flower's ``evaluate_fn``.
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+
+#: The result of a round: the new model, None if the old one stays, and metrics.
+Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
 
 #: The legacy workflows' record of the model, without names, shapes and dtypes.
 UNNAMED_MODEL = "fitins.parameters"
@@ -118,19 +121,14 @@ def transient_attributes(strategy: Strategy) -> frozenset[str]:
 
 def set_broadcast(strategy: Strategy, make: Callable[[], ArrayRecord]) -> None:
     """Replace the broadcast model that a strategy, or its wrapped one, subtracts."""
-    both = (strategy, getattr(strategy, "strategy", None))
-    comparing = [
-        holder for holder in both if getattr(holder, "current_arrays", None) is not None
-    ]
-    if not comparing:
-        return
-    arrays = make()
-    for holder in comparing:
-        if isinstance(getattr(holder, "current_arrays", None), ArrayRecord):
-            vars(holder)["current_arrays"] = arrays.copy()
-        else:
+    made = cache(make)
+    for holder in (strategy, getattr(strategy, "strategy", None)):
+        current = getattr(holder, "current_arrays", None)
+        if isinstance(current, ArrayRecord):
+            vars(holder)["current_arrays"] = made().copy()
+        elif current is not None:
             vars(holder)["current_arrays"] = {
-                name: array.numpy() for name, array in arrays.items()
+                name: array.numpy() for name, array in made().items()
             }
 
 

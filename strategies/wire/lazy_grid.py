@@ -125,19 +125,13 @@ class LazyGrid(Grid):
     ) -> Iterator[Message]:
         pause = FIRST_PAUSE
         arrived = set[str]()
-
-        def noted(message: Message) -> Message:
-            # A grid may return the reply to another request.
-            arrived.add(message.metadata.reply_to_message_id)
-            return message
-
         while waiting:
             # After the timeout, one last poll finds replies that arrived before it.
             last = end is not None and time.monotonic() >= end
             arrived.clear()
             for message_id, asked in waiting.items():
                 # A loop variable would hold the reply until the next one arrives.
-                yield from map(noted, self._pulled(message_id, asked))
+                yield from self._pulled(message_id, asked, arrived)
             waiting = {
                 message_id: asked
                 for message_id, asked in waiting.items()
@@ -150,16 +144,18 @@ class LazyGrid(Grid):
                 pause if end is None else min(pause, max(end - time.monotonic(), 0.0))
             )
 
-    def _pulled(self, message_id: str, asked: Message) -> Iterable[Message]:
+    def _pulled(
+        self, message_id: str, asked: Message, arrived: set[str]
+    ) -> Iterator[Message]:
         """Return the reply if it has arrived, or an error reply if it is unreadable."""
         try:
-            return self.pull_messages([message_id])
+            replies = [*self.pull_messages([message_id])]
         except UNREADABLE as error:
-            return [
-                unavailable(
-                    asked, f"The reply cannot be read, {type(error).__name__}: {error}"
-                )
-            ]
+            reason = f"The reply cannot be read, {type(error).__name__}: {error}"
+            replies = [unavailable(asked, reason)]
+        # A grid may return the reply to another request.
+        arrived.update(reply.metadata.reply_to_message_id for reply in replies)
+        return iter(replies)
 
     def pause(self, seconds: float) -> None:
         """Wait between two polls for replies."""

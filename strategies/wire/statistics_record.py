@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedrot.aggregation import Statistics
 from fedrot.collect.statistics import check_statistics
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.strategies.wire.arrays import STATISTICS, decode, encode, records_of_type
-from fedrot.tensors import Shapes, TensorDict, Tensors
+from fedrot.strategies.wire.arrays import (
+    STATISTICS,
+    check_precision,
+    decode,
+    encode,
+    records_of_type,
+)
+from fedrot.tensors import Shapes, TensorDict
 
 #: Separators of a kind from names, and of the names that share one matrix.
 _KIND = "/"
 _NAMES = "|"
+
+#: The precisions in which statistics can be sent.
+STATISTICS_PRECISIONS = (torch.float32, torch.bfloat16)
 
 
 def wanted_statistics(message: Message) -> tuple[str, ...]:
@@ -24,14 +31,6 @@ def wanted_statistics(message: Message) -> tuple[str, ...]:
         if STATISTICS in config:
             return tuple(kind for kind in str(config[STATISTICS]).split(",") if kind)
     return ()
-
-
-def check_precision(dtype: torch.dtype) -> None:
-    """Raise ``FedrotError`` unless statistics can be sent in a dtype."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise FedrotError(
-            f"Statistics are sent as float32 or bfloat16, not as {dtype}."
-        )
 
 
 def statistics_record(
@@ -48,7 +47,7 @@ def statistics_record(
     Raises:
         FedrotError: another dtype, or the name of a tensor has a '|'.
     """
-    check_precision(dtype)
+    check_precision("dtype", dtype, STATISTICS_PRECISIONS)
     odd = [
         name for by_name in statistics.values() for name in by_name if _NAMES in name
     ]
@@ -59,21 +58,16 @@ def statistics_record(
         )
     arrays = ArrayRecord()
     for kind, by_name in statistics.items():
-        for names in _sharing(by_name):
+        sharing: dict[int, list[str]] = {}
+        for name, value in by_name.items():
+            sharing.setdefault(id(value), []).append(name)
+        for names in sharing.values():
             key = f"{kind}{_KIND}{_NAMES.join(names)}"
             value = by_name[names[0]]
             arrays[key] = encode(
                 key, value.to(dtype) if value.is_floating_point() else value
             )
     return arrays
-
-
-def _sharing(by_name: Tensors) -> Iterable[list[str]]:
-    """Return the names that share one value, by value."""
-    names: dict[int, list[str]] = {}
-    for name, value in by_name.items():
-        names.setdefault(id(value), []).append(name)
-    return names.values()
 
 
 def read_statistics(
@@ -102,21 +96,12 @@ def read_statistics(
             raise UpdateError(
                 f"The statistics '{key}' have no kind; use statistics_record."
             )
-        names = joined.split(_NAMES)
-        try:
-            value = decode(key, array)
-        except UpdateError as error:
-            raise UpdateError(
-                f"The statistics '{key}' cannot be decoded: {error}"
-            ) from error
-        value = (
-            value.float()
-            if value.dtype == torch.bfloat16
-            else value.clone()
-            if copy
-            else value
-        )
-        named = dict.fromkeys(names, value)
+        value = decode(key, array)
+        if value.dtype == torch.bfloat16:
+            value = value.float()
+        elif copy:
+            value = value.clone()
+        named = dict.fromkeys(joined.split(_NAMES), value)
         by_name = statistics.setdefault(kind, {})
         if twice := named.keys() & by_name.keys():
             raise UpdateError(

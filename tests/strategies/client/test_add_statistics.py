@@ -190,7 +190,7 @@ def test_a_kind_of_ones_own_is_collected_too(monkeypatch):
 
 
 WRONG = [
-    ({"dtype": torch.float16}, r"not as torch\.float16"),
+    ({"dtype": torch.float16}, r"dtype is torch\.float16"),
     ({"max_batches": 0}, "max_batches is 0"),
     ({"max_batches": -1}, "max_batches is -1"),
 ]

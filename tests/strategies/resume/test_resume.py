@@ -430,19 +430,19 @@ def test_state_that_cannot_be_saved_is_named_once(tmp_path, warnings):
             FedAdam,
             FedAdam,
             {**SMALL, "more": torch.zeros(1)},
-            r"'more' is missing there and \(1,\)",
+            "another model: 'more'",
         ),
         (
             FedAdam,
             FedAdam,
             {"weight": SMALL["weight"]},
-            r"'bias' is \(3,\) there and missing",
+            "another model: 'bias'",
         ),
         (
             FedAdam,
             FedAdam,
             {**SMALL, "bias": torch.zeros(4)},
-            r"'bias' is \(3,\) there and \(4,\)",
+            "another model: 'bias'",
         ),
         (FedAdam, FedAvg, SMALL, "FedAdam, the strategy is a FedAvg"),
         (

@@ -248,7 +248,7 @@ def test_the_clients_tensors_stay_as_they_are_and_can_be_used_on():
     [
         (torch.zeros(2, dtype=torch.complex64), None, r"'w' is torch\.complex64"),
         (torch.zeros(2).to(torch.float8_e4m3fn), None, r"'w' is torch\.float8"),
-        (torch.zeros(2), torch.int8, r"not as torch\.int8"),
+        (torch.zeros(2), torch.int8, r"dtype is torch\.int8"),
     ],
 )
 def test_what_cannot_travel_is_refused_before_it_does(value, dtype, problem):
@@ -387,7 +387,7 @@ REFUSED = {
     "tied to 'tie', which is not in the record with values": [
         array(b"tie", stype=TIED)
     ],
-    "tied to bytes that are no name": [array(b"\xff\xfe", stype=TIED)],
+    "tied to '\ufffd\ufffd'": [array(b"\xff\xfe", stype=TIED)],
     "tied to ''": [array(b"", stype=TIED)],
     "has another shape": [
         array(b"a", (1, 2), stype=TIED),

@@ -121,7 +121,7 @@ def test_bfloat16_is_half_the_bytes_and_says_what_it_is():
 COMPLEX = torch.ones(2, dtype=torch.complex64)
 REFUSED = [
     *(
-        (statistics(), dtype, "float32 or bfloat16")
+        (statistics(), dtype, "float32, torch.bfloat16")
         for dtype in (torch.float16, torch.float64, torch.int8)
     ),
     (

@@ -42,7 +42,6 @@ RIVALS = {
     "fedcof": Arm(start="fedcof"),
     "afl": Arm(start="ridge"),
     "fedncm": Arm(start="means"),
-    "fourier": Arm(start="fourier"),
     "fedavg": Arm(2e-4),
     "ccvr": Arm(2e-4, fit="last", head="ccvr"),
     "fedprox-0.01": Arm(2e-4, pull=0.01),

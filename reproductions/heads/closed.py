@@ -137,27 +137,6 @@ def minimum(loss: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
     return place.detach()
 
 
-def fourier(
-    total: ClassSums, width: float, seed: int, features: Tensor, size: int = 2048
-) -> Tensor:
-    """Return random Fourier features of a Gaussian kernel (Rahimi & Recht, NeurIPS
-    2007).
-
-    A non-linear closed form on frozen features is the idea of SAFLe; its own map is
-    another one. The kernel's variance is ``width`` times the trace of the covariance of
-    all rows, which sums give.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    mean = total.sums.sum(0) / total.rows
-    variance = width * (total.gram.trace() / total.rows - mean.square().sum())
-    turns = (
-        torch.randn(features.shape[1], size, generator=generator).double()
-        / variance.sqrt()
-    )
-    phases = 2 * torch.pi * torch.rand(size, generator=generator).double()
-    return ((features.double() - mean) @ turns + phases).cos() * (2 / size) ** 0.5
-
-
 def flattened(head: Head) -> Tensor:
     """Return a head as the last of flat parameters, float32."""
     return torch.cat([part.flatten().float() for part in head])

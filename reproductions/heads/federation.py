@@ -24,9 +24,8 @@ from reproductions.heads.cell import CLIENTS, Array, Cell
 
 #: Rows of a step of training, and rows that are read at once without gradients.
 BATCH, READ = 16, 256
-#: LP-FT's probes, and the kernels of random Fourier features.
+#: LP-FT's probes.
 PROBE_RATES, PROBE_ROUNDS = (1e-3, 3e-3, 1e-2, 3e-2), 10
-KERNEL_WIDTHS = (0.25, 1.0, 4.0)
 
 
 def epoch(
@@ -64,14 +63,11 @@ class Given(nn.Module):
 
 @dataclass(eq=False)
 class Model:
-    """Flat parameters, a head of best temperature for what it reads of features, and
-    held-out losses.
-    """
+    """Flat parameters, a head of best temperature, and held-out losses."""
 
     flat: Tensor
     head: closed.Head
     losses: closed.Losses
-    reads: Callable[[Tensor], Tensor]
 
 
 class Federation:
@@ -176,7 +172,7 @@ class Federation:
             total = closed.from_means(features, labels, client, cell.classes)
         if kind == "means":
             return closed.nearest_mean(total)
-        if kind in ("ridge", "fourier"):
+        if kind == "ridge":
             return closed.ridge(total)
         # On frozen features fedrot's heads are GH-OFL's (arXiv 2602.01186), with
         # fedrot's shrinkage.
@@ -211,25 +207,14 @@ class Federation:
         held, labels = self.features(flat, rows), self.labels[rows]
         if not kind:
             head, losses = closed.calibrated(held, labels, self.head(flat[None]))
-            return Model(flat, head, losses, nn.Identity())
-        features = self.features(flat, training)
-        maps: list[Any] = [nn.Identity()]
-        if kind == "fourier":
-            mapped = partial(closed.fourier, self.sums(features, training))
-            maps = [partial(mapped, width, self.cell.seed) for width in KERNEL_WIDTHS]
-        models = []
-        for reads in maps:
-            heads = self.heads(kind, reads(features))
-            head, losses = closed.calibrated(reads(held), labels, heads)
-            models.append(Model(flat, head, losses, reads))
-        best = min(models, key=lambda model: model.losses.mean())
-        if kind != "fourier":
-            best.flat = self.with_head(flat, best.head)
-        return best
+            return Model(flat, head, losses)
+        heads = self.heads(kind, self.features(flat, training))
+        head, losses = closed.calibrated(held, labels, heads)
+        return Model(self.with_head(flat, head), head, losses)
 
     def measure(self, model: Model) -> dict[str, float]:
         """Return what is measured on test rows."""
-        features = model.reads(self.features(model.flat, self.cell.test))
+        features = self.features(model.flat, self.cell.test)
         logits = closed.scores(features, model.head).numpy()
         labels = self.cell.labels[self.cell.test]
         names = ("accuracy", "macro_f1", "ece")

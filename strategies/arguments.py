@@ -226,7 +226,7 @@ def check_in_front(strategy: Strategy, anchor: str, other_basis: bool) -> None:
         )
 
 
-def check_not_behind(strategy: Any) -> None:
+def check_not_behind(strategy: Strategy) -> None:
     """Refuse to run inside a privacy wrapper.
 
     The wrapper clips updates before the strategy aligns them, and does not see the sums
@@ -238,7 +238,7 @@ def check_not_behind(strategy: Any) -> None:
             and caller.strategy is strategy
         ):
             name = type(caller).__name__
-            if strategy.fit_head:
+            if getattr(strategy, "fit_head", False):
                 raise FedrotError(
                     f"{name} bounds what updates tell, and the task head is fitted to "
                     "other sums of the clients. Omit fit_head."

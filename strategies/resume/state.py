@@ -213,5 +213,6 @@ def _access(value: Any) -> Access | None:
 def _methods(value: Any, *names: str) -> Access | None:
     """Return an object's methods that read and set its state, None without both."""
     read, restore = (getattr(value, name, None) for name in names)
-    both = callable(read) and callable(restore) and not isinstance(value, type)
-    return (read, restore) if both else None
+    if callable(read) and callable(restore) and not isinstance(value, type):
+        return read, restore
+    return None

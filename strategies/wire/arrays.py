@@ -411,7 +411,7 @@ def array_record(content: RecordDict, name: str) -> ArrayRecord:
 
 def without_arrays(content: RecordDict) -> RecordDict:
     """Return a content's metrics, and configurations of up to 64 KiB in all."""
-    small = RecordDict(records_of_type(content, MetricRecord))
+    small = RecordDict({**records_of_type(content, MetricRecord)})
     left = _LARGEST_CONFIGURATIONS
     for name, record in records_of_type(content, ConfigRecord).items():
         values = (value for _, value in singly(record))

@@ -153,7 +153,7 @@ def check_shapes(symmetry: Symmetry, shapes: Shapes) -> None:
     different = sorted(dict(shapes.items() ^ symmetry.shapes.items()))
     if different:
         raise SymmetryError(
-            f"The symmetry was built for another model: '{different[0]}' differs in "
+            f"The symmetry was built for another model: '{different[0]}' differs from "
             "the model that clients receive. Give the configuration, or the symmetry, "
             "of this model."
         )

@@ -253,6 +253,8 @@ LIVE = [
 def test_sites_of_a_live_run_have_a_line_with_support_each(tmp_path):
     page = write_strategy_report(write_lines(tmp_path / "rows.jsonl", LIVE)).read_text()
     parts = [
+        "1 of 3 sites are better with their own head than alone, 1 of them beyond",
+        "1 is worse beyond it.",
         "Accuracy in round 2. Figures of 3 sites; 2 withhold theirs.",
         '"site"><b><',
         '"test rows" class="number">60<',
@@ -265,6 +267,7 @@ def test_sites_of_a_live_run_have_a_line_with_support_each(tmp_path):
         ">client 70<",
         ">12, few, also chose<",
         "<b> 0.625 and 0.500; north 0.500 and 0.750; client 70 0.500 and 0.500;",
+        "What happened",
     ]
     has_in_order(page, parts)
     assert "0.700" not in page.split("Metrics by round")[0]

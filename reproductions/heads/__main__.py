@@ -133,14 +133,14 @@ def sites_gains(rows: Path, out: Path, data_dir: DataDir) -> None:
         frame, lambda *place: load(*place, folder=data_dir, tokenizer=tokenizer)
     )
     small = gains.select_dtypes("float64").astype("float32")
-    names = gains[["data", "arm"]].astype("category")
+    names = gains[["data", "arm", "than"]].astype("category")
     gains.assign(**small, **names).to_parquet(out, index=False)
 
 
 @app.command()
 def sites_table(rows: Path, ours: str = "ours-lowest/own") -> None:
-    """Print means over the runs in ROWS of `sites-gains`, and the best rival of every
-    cell.
+    """Print means over the runs in ROWS of `sites-gains`, the best rival of every cell,
+    and the measures of global models on all test rows.
 
     Sites with fewer than 20 training rows count in the means, not as worst site.
     """
@@ -149,8 +149,8 @@ def sites_table(rows: Path, ours: str = "ours-lowest/own") -> None:
     from reproductions.heads.cell import FEWEST
     from reproductions.heads.sites import PERSONAL
 
-    frame = pandas.read_parquet(rows)
-    frame = frame[frame["site"] >= 0]
+    every = pandas.read_parquet(rows)
+    frame = every[every["site"] >= 0]
     large = frame[frame["rows"] >= FEWEST]
     half = 1.96 * frame["error"]
     frame["not worse"] = frame["gain"] + half >= 0
@@ -169,6 +169,10 @@ def sites_table(rows: Path, ours: str = "ours-lowest/own") -> None:
     show(("arm", "runs", *means, "ours above"), lines, texts=1)
     header = ("data", "skew", "best personal rival", "accuracy", "ours", "ours above")
     show(header, lines_of_cells(accuracy, PERSONAL, ours), texts=3)
+    of_all = every[every["site"] < 0]
+    models = of_all.groupby("arm", observed=True)[[*METRICS]].mean()
+    figures = models.map("{:.3f}".format).reset_index()
+    show(("global model", *METRICS), figures.to_numpy().tolist(), texts=1)
 
 
 def show(header: Sequence[str], lines: Sequence[Sequence[str]], texts: int) -> None:

@@ -469,8 +469,8 @@ def site_rows(
 def add_gains(frame: DataFrame, cell_of: Callable[..., Cell]) -> DataFrame:
     """Return rows of ``site_rows`` with their gain over the stronger way alone.
 
-    That is ``alone-head`` or ``alone``, by the mean over the sites of a run. Runs
-    without ``alone`` have no gain.
+    That is ``alone-head`` or ``alone``, as far as a run has them, by the mean over its
+    sites; ``than`` names it.
 
     Args:
         frame: has columns data, skew and seed, too.
@@ -480,16 +480,16 @@ def add_gains(frame: DataFrame, cell_of: Callable[..., Cell]) -> DataFrame:
     for place, run in frame.groupby(["data", "skew", "seed"]):
         sites = run[run["site"] >= 0].copy()
         accuracy = sites.groupby("arm")["accuracy"].mean()
-        if "alone" in accuracy:
-            stronger = accuracy[["alone-head", "alone"]].idxmax()
-            weights = own_weights(cell_of(*place))
-            places = [*zip(sites["arm"], sites["site"], strict=True)]
-            answers = map(_unpacked, sites["right"])
-            right = dict(zip(places, answers, strict=True))
-            sites[["gain", "error"]] = [
-                gain(weights[site], right[arm, site], right[stronger, site])
-                for arm, site in places
-            ]
+        stronger = accuracy.reindex(["alone-head", "alone"]).idxmax()
+        weights = own_weights(cell_of(*place))
+        places = [*zip(sites["arm"], sites["site"], strict=True)]
+        answers = map(_unpacked, sites["right"])
+        right = dict(zip(places, answers, strict=True))
+        sites["than"] = stronger
+        sites[["gain", "error"]] = [
+            gain(weights[site], right[arm, site], right[stronger, site])
+            for arm, site in places
+        ]
         runs += [sites, run[run["site"] < 0]]
     return pandas.concat(runs).drop(columns="right")
 

@@ -195,6 +195,7 @@ def test_rows_have_the_gain_over_the_stronger_way_alone(world, monkeypatch, tmp_
     assert (rows.groupby("arm", observed=True).size() == CLIENTS).all()
     table = rows.pivot_table("accuracy", "site", "arm", observed=True)
     stronger = table[["alone", "alone-head"]].mean().idxmax()
+    assert {*rows["than"]} == {stronger}
     gains = rows[rows["arm"] == "fedavg/own"].set_index("site")["gain"]
     expected = table["fedavg/own"] - table[stronger]
     np.testing.assert_allclose(gains, expected, atol=1e-6)

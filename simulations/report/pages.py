@@ -124,9 +124,14 @@ def _is_of_strategy(row: Row) -> bool:
 
 
 def _series(rows: Iterable[Row]) -> plots.Series:
-    """Return rounds and values of the metrics by name."""
+    """Return rounds and values of the metrics by name.
+
+    What sites report has a table.
+    """
     series: dict[str, dict[int, float]] = {}
     for row in rows:
+        if row.get("stage") == "sites":
+            continue
         for metric, value in scalars(row.get("metrics", {})):
             values = series.setdefault(f"{row['stage']}/{metric}", {})
             values[row["round"]] = value

@@ -192,12 +192,16 @@ class AdapterSchema(Schema):
                     continue
                 rank = sent[axis]
                 most = wanted[axis]
-                if rank > most or (rank < most and not self.smaller):
+                needed = []
+                if rank != most and not self.smaller:
+                    needed.append("AdapterOptions('exact')")
+                if rank > most:
+                    needed.append("an initial adapter of the largest rank")
+                if needed:
                     raise UpdateError(
                         f"The factor '{name}' has rank {rank}, the broadcast factor "
                         f"{most}. Clients of different ranks need "
-                        "AdapterOptions('exact') and an initial adapter of the "
-                        "largest rank."
+                        f"{' and '.join(needed)}."
                     )
                 shapes[name] = (*wanted[:axis], rank, *wanted[axis + 1 :])
         check_update(tensors, shapes)

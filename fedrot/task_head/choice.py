@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Generic, TypeVar
 
 import torch
@@ -104,7 +103,8 @@ def keep_absent(
         like: one for each candidate, or one for all.
         absent: bool ``[outputs]``.
     """
-    for candidate, other in zip(candidates, cycle(like), strict=False):
+    others = like if len(like) == len(candidates) else [*like] * len(candidates)
+    for candidate, other in zip(candidates, others, strict=True):
         candidate.weight[absent] = other.weight[absent].to(candidate.weight)
         candidate.bias[absent] = other.bias[absent].to(candidate.bias)
         shares, before = candidate.priors, other.priors

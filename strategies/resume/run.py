@@ -221,12 +221,15 @@ def _restored(
     """Return the last finished round and the result so far; restore the state."""
     newest = source.newest()
     saved = shapes_of(newest.result.arrays)
-    different = sorted(dict(saved.items() ^ shapes_of(initial).items()))
+    ours = shapes_of(initial)
+    different = sorted(dict(saved.items() ^ ours.items()))
     if different:
+        name = different[0]
+        there = saved.get(name, "missing")
+        here = ours.get(name, "missing")
         raise FedrotError(
-            f"'{newest.folder}' is of another model: '{different[0]}' is missing or "
-            "has another shape there or in initial_arrays "
-            f"({len(different)} tensors differ)."
+            f"'{newest.folder}' is of another model: '{name}' is {there} there and "
+            f"{here} in initial_arrays ({len(different)} tensors differ)."
         )
     state.restore(newest.state, newest.state_arrays)
     log(INFO, "Resumed after round %d from '%s'.", newest.round, newest.folder)

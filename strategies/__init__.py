@@ -13,8 +13,10 @@ from fedrot.strategies.aligned import Aligned
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client.add_statistics import add_statistics
 from fedrot.strategies.client.align_mod import align_mod
-from fedrot.strategies.client.answers import LabelledRows, answer_with_sums
+from fedrot.strategies.client.answers import answer_with_sums
+from fedrot.strategies.client.client_rows import LabelledRows
 from fedrot.strategies.client.moves import Matching, match_at_client
+from fedrot.strategies.client.privacy import Privacy
 from fedrot.strategies.client.site_model import site_model
 from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.fitting.class_priors import class_priors
@@ -46,6 +48,7 @@ __all__ = [
     "Matching",
     "OtherBasis",
     "PooledClassifier",
+    "Privacy",
     "ReplyStrategy",
     "Reporting",
     "Server",

@@ -7,6 +7,8 @@ new kind is a subclass of ``OutputKind`` and an entry there.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +60,22 @@ class OutputKind(ABC):
     @abstractmethod
     def has_label(self, labels: Tensor) -> Tensor:
         """Return which rows have a label, bool ``[rows]``, or ``[rows, tokens]``."""
+
+    def scarce(self, labels: Sequence[Tensor], minimum: int) -> Tensor:
+        """Return the classes that fewer than ``minimum`` rows have.
+
+        Args:
+            labels: of all rows of a site, by batch; of tokens a text is one row.
+
+        Returns:
+            bool ``[2, classes]``: rows with such a class are scarce, and of several
+            labels rows without such a label. A regression has no classes.
+        """
+        return torch.zeros(2, 0, dtype=torch.bool)
+
+    def without_scarce(self, labels: Tensor, scarce: Tensor) -> Tensor:
+        """Return labels in which those of ``scarce`` rows say that there is none."""
+        return labels
 
     @abstractmethod
     def check_labels(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -256,6 +274,30 @@ class SeveralLabels(_ValuePerOutput):
     def _allowed(self, values: Tensor) -> Tensor:
         return (values == 0) | (values == 1)
 
+    def scarce(self, labels: Sequence[Tensor], minimum: int) -> Tensor:
+        if not labels:
+            return super().scarce(labels, minimum)
+        rows = torch.cat([*labels]).double()
+        outputs = rows.shape[1] if rows.ndim > 1 else 1
+        scarce = torch.zeros(2, outputs, dtype=torch.bool)
+        while True:
+            kept = self.without_scarce(rows, scarce).reshape(-1, outputs)
+            pairs = torch.stack([(kept == 1).sum(0), (kept == 0).sum(0)])
+            few = (pairs > 0) & (pairs < minimum)
+            if not bool(few.any()):
+                return scarce
+            # Rows that are left out may leave few of another label.
+            scarce |= few
+
+    def without_scarce(self, labels: Tensor, scarce: Tensor) -> Tensor:
+        if not labels.is_floating_point():  # refused where labels are read
+            return labels
+        columns = labels if labels.ndim > 1 else labels.unsqueeze(1)
+        with_label, without = scarce
+        left_out = ((columns == 1) & with_label) | ((columns == 0) & without)
+        missing = columns.masked_fill(left_out.any(1, keepdim=True), float("nan"))
+        return missing.reshape(labels.shape)
+
     def priors(self, counts: Tensor) -> Tensor:
         n, labelled = counts[0], counts[1:]
         half = torch.where(self.absent(counts), 0.5, 0.0)
@@ -361,6 +403,22 @@ class OneClass(OutputKind):
 
     def has_label(self, labels: Tensor) -> Tensor:
         return labels >= 0
+
+    def scarce(self, labels: Sequence[Tensor], minimum: int) -> Tensor:
+        counts: Counter[int] = Counter()
+        for batch in labels:
+            texts = batch.reshape(len(batch), -1)
+            # A text counts once for each class of its tokens.
+            for text in texts:
+                counts.update(text[self.has_label(text)].unique().tolist())
+        scarce = torch.zeros(2, 1 + max(counts, default=-1), dtype=torch.bool)
+        for c, rows in counts.items():
+            scarce[0, c] = rows < minimum
+        return scarce
+
+    def without_scarce(self, labels: Tensor, scarce: Tensor) -> Tensor:
+        classes = scarce[0].nonzero().to(labels)
+        return labels.masked_fill(torch.isin(labels, classes), -100)
 
     def check_labels(self, labels: Tensor, logits: Tensor) -> Tensor:
         *places, classes = logits.shape

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,8 @@ from torch import nn
 
 from fedrot.errors import FedrotError
 from fedrot.lora.peft_model import load_as_sent
-from fedrot.strategies.arguments import check_functions
+from fedrot.strategies.client.client_rows import Batches, LabelledRows, read_rows
+from fedrot.strategies.client.privacy import USUAL_PRIVACY, Privacy
 from fedrot.strategies.client.shelf import Shelf
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.strategies.wire.fitting_messages import (
@@ -47,8 +47,8 @@ from fedrot.strategies.wire.fitting_messages import (
     WITHHELD,
 )
 from fedrot.strategies.wire.label_names import LABELS, labels_record
+from fedrot.symmetry.resolve import settings_of
 from fedrot.task_head.fit import with_task_head
-from fedrot.task_head.labelled_rows import as_batch
 from fedrot.task_head.losses import TaskHeads, collect_losses, compare_losses
 from fedrot.task_head.outputs import OUTPUT_KINDS
 from fedrot.task_head.site_figures import site_figures
@@ -59,49 +59,12 @@ from fedrot.tensors import Tensors
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
 
-Batches = Iterable[Tensors]
-
-#: Returns rows of a client.
-ReadsRows = Callable[[], Batches]
-
-
-@dataclass(frozen=True)
-class LabelledRows:
-    """The model and the rows that a client answers with.
-
-    A client without training rows, or without held-out rows, returns an empty list.
-    An iterator has to be a new one in each call.
-
-    Attributes:
-        build: returns a ``transformers`` classifier, or a PEFT model, of which the
-            active adapter is used.
-        training: returns the client's training rows: keyword arguments of forward, with
-            ``labels`` (a tensor, an array or a list).
-        held_out: returns rows that the client has not trained on, in the same form; the
-            same rows in every call.
-        test: returns rows that neither train nor choose, on which the site's report is
-            measured; the same rows in every call. None takes the held-out rows, and the
-            report says that these also chose.
-        name: of the site, in reports.
-        report: whether the site reports: numbers of its rows by class, and losses,
-            accuracies and macro F1 of three heads on its rows (``report_sites``).
-    """
-
-    build: Callable[[], nn.Module]
-    training: ReadsRows
-    held_out: ReadsRows
-    test: ReadsRows | None = None
-    name: str = ""
-    report: bool = True
-
-    def __post_init__(self) -> None:
-        check_functions(self, "build", "training", "held_out", "test")
-
 
 def answer_with_sums(
     app: ClientApp,
     setup: Callable[[Message, Context], LabelledRows],
     folder: str | Path | None = None,
+    privacy: Privacy = USUAL_PRIVACY,
 ) -> None:
     """Let a ``ClientApp`` answer ``fit_task_head``, ``report_sites`` and others.
 
@@ -111,6 +74,8 @@ def answer_with_sums(
         folder: where the client keeps up to three received models between requests, so
             that they are sent once: in a folder ``fedrot-bodies`` there; None is the
             user's folder of caches.
+        privacy: which rows the client leaves out of all answers; by default classes
+            with fewer than 5 rows, and all sums of fewer than 10 rows.
 
     Example: ``answer_with_sums(app, lambda message, context: rows)``, with the
     client's ``rows = LabelledRows(build, training, held_out)``
@@ -123,7 +88,7 @@ def answer_with_sums(
         with torch.random.fork_rng(devices=[]):
             request = _Request(message.content, folder, context.run_id)
             rows = setup(message, context)
-            content = request.answer(rows)
+            content = request.answer(privacy.kept(rows, request.kind_of(rows)))
             # The server does not know the names of the client's labels.
             if LABELS in request.config:
                 content[LABELS] = labels_record(rows.build())
@@ -142,24 +107,40 @@ class _Request:
         self._problem_type = str(self.config[PROBLEM_TYPE])
         self._shelf = Shelf(folder, run, self._task_head)
 
+    def kind_of(self, data: LabelledRows) -> str:
+        """Return the problem type that decides which rows are left out.
+
+        Raises:
+            FedrotError: the client's model names another one than the request.
+        """
+        settings = settings_of(getattr(data.build(), "config", {}))
+        of_model = settings.get("problem_type") or self._problem_type
+        if of_model != self._problem_type:
+            raise FedrotError(
+                f"The server asks about a {self._problem_type}, and the problem_type "
+                f"of the client's model is {of_model}. Set the same one in both "
+                "configurations."
+            )
+        return self._problem_type
+
     def answer(self, data: LabelledRows) -> RecordDict:
         """Return the answer."""
         stage = self.config[STAGE]
         if stage == COUNT:
             counts = {
-                name: self._labelled(_read(data, name))
+                name: self._labelled(read_rows(data, name))
                 for name in ("training", "held_out")
             }
             return RecordDict({ROWS: MetricRecord({**counts})})
         if stage == COUNT_CLASSES:
-            rows = _read(data, "training")
+            rows = read_rows(data, "training")
             by_class = collect_counts(data.build(), rows, self._problem_type)
             return RecordDict({COUNTS: to_arrays({"counts": by_class})})
         if stage == REPORT and not data.report:
             return RecordDict({WITHHELD: ConfigRecord()})
         if not self._task_head:
             model = loaded(data.build(), from_arrays(self._arrays[MODEL]))
-            losses = collect_losses(model, _read(data, "held_out"))
+            losses = collect_losses(model, read_rows(data, "held_out"))
             return RecordDict({LOSSES: to_arrays(vars(losses))})
         bodies = self._bodies()
         if bodies is None:
@@ -180,12 +161,12 @@ class _Request:
         # One model receives the bodies one after the other.
         models = (loaded(model, body) for body in bodies)
         if stage == SUM:
-            sums = collect_classes(next(models), _read(data, "training"), *kind)
+            sums = collect_classes(next(models), read_rows(data, "training"), *kind)
             return RecordDict({SUMS: to_arrays(sums.packed())})
-        held_out = [*_read(data, "held_out")]
+        held_out = [*read_rows(data, "held_out")]
         if stage == REPORT:
-            training = partial(_read, data, "training")
-            test = held_out if data.test is None else [*_read(data, "test")]
+            training = partial(read_rows, data, "training")
+            test = held_out if data.test is None else [*read_rows(data, "test")]
             judges = held_out if self._labelled(held_out) else []
             priors = heads[0]["priors"]
             figures = site_figures(models, priors, training, judges, test, *kind)
@@ -226,26 +207,6 @@ class _Request:
         has_label = OUTPUT_KINDS[self._problem_type].has_label
         labels = (batch["labels"] for batch in batches if "labels" in batch)
         return sum(int(has_label(of_batch).sum()) for of_batch in labels)
-
-
-def _read(data: LabelledRows, name: str) -> Iterator[Tensors]:
-    """Yield the batches of training or held-out rows.
-
-    Raises:
-        FedrotError: the batches are an iterator that was read before.
-    """
-    rows: ReadsRows = getattr(data, name)
-    batches = rows()
-    empty = True
-    for batch in batches:
-        empty = False
-        yield as_batch(batch)
-    if empty and isinstance(batches, Iterator) and rows() is batches:
-        raise FedrotError(
-            f"{name} of LabelledRows returns the same iterator in each call, and it is "
-            "used up. Return a list, a DataLoader, or a new iterator: "
-            f"{name}=lambda: iter(loader)."
-        )
 
 
 def loaded(model: nn.Module, tensors: Tensors) -> nn.Module:

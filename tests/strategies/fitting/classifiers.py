@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import BertConfig, BertForSequenceClassification
 
 from fedrot.lora import adapter_tensors
-from fedrot.strategies import LabelledRows, answer_with_sums, fit_task_head
+from fedrot.strategies import LabelledRows, Privacy, answer_with_sums, fit_task_head
 from fedrot.strategies.pooled_classifier import (
     PooledClassifier,
     PooledClassifierConfig,
@@ -141,7 +141,7 @@ class Kind:
         app = ClientApp()
         rows = [[given] if given is not None else [] for given in (training, held_out)]
         data = LabelledRows(build or self.drawn, lambda: rows[0], lambda: rows[1])
-        answer_with_sums(app, lambda message, context: data)
+        answer_with_sums(app, lambda message, context: data, privacy=Privacy(1, 1))
         return node_of(app)
 
     def pairs(self) -> list[tuple[Rows, Rows]]:

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from fedrot.lora import load_as_sent
-from fedrot.strategies import LabelledRows, answer_with_sums
+from fedrot.strategies import LabelledRows, Privacy, answer_with_sums
 from tests.strategies.fakes import Client, node_of
 from tests.strategies.fitting.classifiers import (
     KINDS,
@@ -94,7 +94,7 @@ class Site:
             name=self.name,
             report=self.report,
         )
-        answer_with_sums(app, lambda message, context: data, folder)
+        answer_with_sums(app, lambda message, context: data, folder, Privacy(1, 1))
         return node_of(app)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import fedrot
-from fedrot.strategies import FedRot, LabelledRows, answer_with_sums
+from fedrot.strategies import FedRot, LabelledRows, Privacy, answer_with_sums
 from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.wire.fitting_messages import LOSSES, ROWS, STAGE, SUMS
 from fedrot.task_head.losses import collect_losses, temperature_in_words
@@ -287,7 +287,7 @@ def answering(**rows):
     both = {"training": [SINGLE.rows(7)], "held_out": [SINGLE.rows(17, 40)], **rows}
     functions = {name: (lambda own=own: own) for name, own in both.items()}
     data = LabelledRows(SINGLE.drawn, **functions)
-    answer_with_sums(app, lambda message, context: data)
+    answer_with_sums(app, lambda message, context: data, privacy=Privacy(1, 1))
     return node_of(app)
 
 

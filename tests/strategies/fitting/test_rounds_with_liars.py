@@ -15,7 +15,13 @@ from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from fedrot.strategies import FedRot, LabelledRows, answer_with_sums, from_arrays
+from fedrot.strategies import (
+    FedRot,
+    LabelledRows,
+    Privacy,
+    answer_with_sums,
+    from_arrays,
+)
 from tests.strategies.fakes import grid_of, node_of, reply, tensors_of
 from tests.strategies.fitting.test_liars import lie
 
@@ -83,7 +89,7 @@ def client(seed, priors, told):
     app = ClientApp()
     app.train()(lambda message, context: trained(message, rows, seed))
     data = LabelledRows(Network, lambda: [rows], lambda: [held_out])
-    answer_with_sums(app, lambda message, context: data)
+    answer_with_sums(app, lambda message, context: data, privacy=Privacy(1, 1))
     node = node_of(app)
 
     def answer(message):

@@ -1,0 +1,92 @@
+"""``Privacy``: the rows that a client leaves out of its answers with sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedrot.errors import FedrotError
+from fedrot.strategies.client.client_rows import LabelledRows, ReadsRows, read_rows
+from fedrot.task_head.labelled_rows import labels_in
+from fedrot.task_head.outputs import OUTPUT_KINDS, OutputKind
+from fedrot.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """The rows that a client leaves out of all its answers about a task head.
+
+    It is a setting of the client, and no request changes it. The server does not learn
+    what was left out: the client answers as if it did not have these rows.
+
+    Attributes:
+        min_class_rows: a class with fewer training rows is left out of counts, sums,
+            losses and reports. Of several labels, rows that lack a label which nearly
+            all rows have are left out, too. Of tokens, texts are counted. A report also
+            leaves out classes with fewer test rows. With fewer held-out rows in all,
+            the client sends no losses.
+        min_rows: with fewer training rows the client sends no sums. It still receives
+            the model of all clients.
+
+    Raises:
+        FedrotError: a number of rows is not a whole number above 0.
+
+    Example: ``answer_with_sums(app, rows, privacy=Privacy(min_class_rows=10))``
+    """
+
+    min_class_rows: int = 5
+    min_rows: int = 10
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is not int or value < 1:
+                raise FedrotError(
+                    f"{name} of Privacy is {value!r}; give a whole number above 0. 1 "
+                    "leaves no row out."
+                )
+
+    def kept(self, data: LabelledRows, problem_type: str) -> LabelledRows:
+        """Return a client's rows without those that it leaves out."""
+        kind = OUTPUT_KINDS[problem_type]
+        minimum = self.min_class_rows
+        scarce = kind.scarce([*_labels(data, "training")], minimum)
+        kept = replace(
+            data,
+            training=_without(kind, data, "training", scarce, self.min_rows),
+            held_out=_without(kind, data, "held_out", scarce, minimum),
+        )
+        if data.test is None:
+            return kept
+        # Classes with few test rows are left out of the test rows that are left.
+        kept = replace(kept, test=_without(kind, data, "test", scarce, minimum))
+        of_test = kind.scarce([*_labels(kept, "test")], minimum)
+        return replace(kept, test=_without(kind, kept, "test", of_test, minimum))
+
+
+#: What is left out where nothing else is set.
+USUAL_PRIVACY = Privacy()
+
+
+def _labels(data: LabelledRows, name: str) -> Iterator[Tensor]:
+    """Yield the labels of a client's batches."""
+    return map(labels_in, read_rows(data, name))
+
+
+def _without(
+    kind: OutputKind, data: LabelledRows, name: str, scarce: Tensor, fewest: int
+) -> ReadsRows:
+    """Return what reads rows without the scarce ones; none if fewer are left."""
+
+    def read() -> Iterator[Tensors]:
+        for batch in read_rows(data, name):
+            labels = kind.without_scarce(labels_in(batch), scarce)
+            yield {**batch, "labels": labels}
+
+    # A text counts once, however many of its tokens have labels.
+    labelled = [kind.has_label(batch["labels"]) for batch in read()]
+    texts = [rows.reshape(len(rows), -1).any(1) for rows in labelled]
+    left = int(torch.cat(texts).sum()) if texts else 0
+    return read if left >= fewest else list

@@ -407,9 +407,8 @@ class OneClass(OutputKind):
     def scarce(self, labels: Sequence[Tensor], minimum: int) -> Tensor:
         counts: Counter[int] = Counter()
         for batch in labels:
-            texts = batch.reshape(len(batch), -1)
             # A text counts once for each class of its tokens.
-            for text in texts:
+            for text in batch:
                 counts.update(text[self.has_label(text)].unique().tolist())
         scarce = torch.zeros(2, 1 + max(counts, default=-1), dtype=torch.bool)
         for c, rows in counts.items():

@@ -87,6 +87,6 @@ def _without(
 
     # A text counts once, however many of its tokens have labels.
     labelled = [kind.has_label(batch["labels"]) for batch in read()]
-    texts = [rows.reshape(len(rows), -1).any(1) for rows in labelled]
+    texts = [rows.unsqueeze(-1).flatten(1).any(1) for rows in labelled]
     left = int(torch.cat(texts).sum()) if texts else 0
     return read if left >= fewest else list

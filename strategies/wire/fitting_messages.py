@@ -1,8 +1,8 @@
 """Messages about task heads: names of records and keys, and hashes of bodies.
 
-A request has one of five stages: a client counts its rows, sums the features of its
+A request has one of six stages: a client counts its rows, sums the features of its
 training rows by class, evaluates task heads on its held-out rows, counts its training
-rows by class, or reports the figures of its site.
+rows by class, reports the figures of its site, or sums clipped features with noise.
 """
 
 from __future__ import annotations
@@ -34,6 +34,16 @@ WITHHELD = "fedrot-withheld"
 FIGURES = "fedrot-figures"
 SITE = "fedrot-site"
 
+#: A record of a request for noisy sums: how rows are clipped. And of its answer.
+PUBLIC = "fedrot-public"
+NOISY_SUMS = "fedrot-noisy-sums"
+
+#: A key of ``WITHHELD``, and why a site with an epsilon does not answer: it answers
+#: requests for noisy sums alone, or its budget is spent.
+REASON = "reason"
+NOISE_ALONE = "noise-alone"
+SPENT = "spent"
+
 #: Keys of a request's configuration: the stage, the name of the task head (empty
 #: evaluates the model itself) and the problem type.
 STAGE = "fedrot-stage"
@@ -55,6 +65,7 @@ SUM = "sum"
 EVALUATE = "evaluate"
 COUNT_CLASSES = "count-classes"
 REPORT = "report"
+NOISY_SUM = "noisy-sum"
 
 
 def hash_of(tensors: Tensors, task_head: str) -> str:

@@ -312,7 +312,6 @@ def test_a_layer_without_a_bias_has_nearly_the_same_logits():
         logits.append((features @ weight.mT + offset).softmax(1))
     assert not offset.any()
     assert (logits[0] - logits[1]).abs().mean() < 0.05
-    assert (logits[0].argmax(1) == logits[1].argmax(1)).double().mean() > 0.9
 
 
 def test_two_sites_add_up():

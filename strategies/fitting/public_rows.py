@@ -1,0 +1,139 @@
+"""``PublicRows``: a task head from noisy sums of the sites, and rows that are nobody's.
+
+Sites with an ``epsilon`` answer one kind of request: counts and sums over clipped rows
+with noise of their own (``fedrot.task_head.noisy``). There is no request before it and
+none after it, since each would tell about rows. So no held-out rows choose: the head is
+taken as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from logging import INFO, WARNING
+from statistics import median
+
+from flwr.app import ArrayRecord, RecordDict
+from flwr.common import log
+from torch import nn
+
+from fedrot.errors import FedrotError, UpdateError
+from fedrot.strategies.arguments import check_functions
+from fedrot.strategies.fitting.ask import Clients
+from fedrot.strategies.fitting.bodies import Body
+from fedrot.strategies.fitting.result import FittedTaskHead
+from fedrot.strategies.wire.arrays import array_record, from_arrays, to_arrays
+from fedrot.strategies.wire.fitting_messages import NOISY_SUM, NOISY_SUMS, PUBLIC
+from fedrot.strategies.wire.loaded_model import loaded
+from fedrot.task_head.fit import with_task_head
+from fedrot.task_head.names import task_head_names
+from fedrot.task_head.noisy.noisy_fit import fit_to_noisy_sums
+from fedrot.task_head.noisy.noisy_sums import NoisySums
+from fedrot.task_head.noisy.public_features import public_features
+from fedrot.task_head.outputs import SINGLE
+from fedrot.task_head.votes import capped
+from fedrot.tensors import Tensors
+
+#: A site's noise may have so many times the variance of the median site's, or of a
+#: deviation of 1 row. One site with more would hide the rows of all.
+_LOUDEST = 100.0
+
+
+@dataclass(frozen=True)
+class PublicRows:
+    """Unlabelled rows that are nobody's, from which the server bounds features.
+
+    Texts like those of the sites are best; some hundreds do. They must not come from a
+    site: the guarantee of ``Privacy(epsilon=...)`` does not cover them.
+
+    Attributes:
+        build: returns the model that the clients build, or a PEFT model.
+        batches: returns keyword arguments of the model's forward; labels are not read.
+
+    Example: ``PublicRows(build, lambda: loader)``
+    """
+
+    build: Callable[[], nn.Module]
+    batches: Callable[[], Iterable[Tensors]]
+
+    def __post_init__(self) -> None:
+        check_functions(self, "build", "batches")
+
+
+def fit_with_public_rows(
+    clients: Clients, body: Body, public: PublicRows
+) -> FittedTaskHead:
+    """Return a model with a head that is fitted to the sites' noisy sums.
+
+    Sites without an ``epsilon`` answer with sums of clipped rows without noise. A
+    site's rows count at most 1.5 times as much as the median site's. No sums are left
+    out for making the head worse, since no site evaluates it.
+
+    Args:
+        clients: to ask.
+        body: the model.
+        public: rows that are nobody's.
+
+    Raises:
+        FedrotError: the model's problem type is not one class a row, or no site gives a
+            usable answer.
+    """
+    if clients.problem_type != SINGLE:
+        raise FedrotError(
+            f"The problem type is {clients.problem_type}. Sums with noise are there "
+            f"for {SINGLE} alone: several labels of a row, and its numbers, have no "
+            "bound that one row keeps. Fit without public=."
+        )
+    model = loaded(public.build(), from_arrays(body.sent))
+    features = public_features(model, public.batches(), clients.task_head)
+    head = body.unfitted(1.0)
+    shape = head.weight.shape[0], head.weight.shape[1]
+
+    def read(node: int, content: RecordDict) -> NoisySums:
+        return NoisySums.unpacked(from_arrays(array_record(content, NOISY_SUMS)), shape)
+
+    nodes = [*clients.grid.get_node_ids()]
+    content = {PUBLIC: to_arrays(vars(features.clipping))}
+    answers = _not_loud(clients.ask_about([body], nodes, NOISY_SUM, read, content))
+    rows = [sums.rows for sums in answers.values()]
+    parts = [
+        sums.times(most / announced)
+        for sums, announced, most in zip(
+            answers.values(), rows, capped(rows), strict=True
+        )
+    ]
+    total = sum(parts[1:], parts[0])
+    bias = task_head_names(clients.task_head)[1] in body.tensors
+    weight, offset, priors = fit_to_noisy_sums(total, features, bias)
+    fitted = with_task_head(body.tensors, clients.task_head, weight, offset)
+    names = [n for n in task_head_names(clients.task_head) if n in body.tensors]
+    arrays = to_arrays({name: fitted[name] for name in names})
+    log(
+        INFO,
+        "Task head: fitted to noisy sums of %d sites, about %.0f rows; a count of all "
+        "sites has noise of %.1f rows. No held-out rows have judged it.",
+        len(parts),
+        total.rows,
+        float(total.variance.sqrt()),
+    )
+    return FittedTaskHead(
+        ArrayRecord({**body.arrays, **arrays}),
+        fitted=True,
+        clients=len(parts),
+        priors=tuple(priors.tolist()),
+    )
+
+
+def _not_loud(answers: dict[int, NoisySums]) -> dict[int, NoisySums]:
+    """Return the answers whose noise does not hide those of the others."""
+    variances = {node: float(sums.variance) for node, sums in answers.items()}
+    most = _LOUDEST * max(1.0, median(variances.values()))
+    loud = [node for node, variance in variances.items() if variance > most]
+    if loud:
+        log(
+            WARNING,
+            "Task head: left out are the sums of clients %s: their noise would hide "
+            "the rows of all others. Their epsilon is much smaller, or they lie.",
+            ", ".join(map(str, sorted(loud))),
+        )
+    return {node: sums for node, sums in answers.items() if node not in loud}

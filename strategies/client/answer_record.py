@@ -25,12 +25,16 @@ class Record:
     """A file of JSON lines: a first line with a salt, then a line for each answer.
 
     A line is on the disk when ``append`` returns. A process that is killed leaves the
-    old file or the new one.
+    old file or the new one. Only its owner can read the file.
 
     Args:
         path: of the file, for one site. A lock file ``PATH.lock`` stands beside it.
 
     Example: ``with record.locked(): record.append({"stage": "sum"})``
+
+    Raises:
+        FedrotError: in all methods, if the file is damaged, or no record.
+        OSError: in all methods, if it cannot be read or written.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -38,28 +42,13 @@ class Record:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the file against other processes, and wait for them.
-
-        Raises:
-            FedrotError: the folder cannot be written to.
-        """
-        lock = FileLock(f"{self.path}.lock", fallback_to_soft=False)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        except OSError as error:
-            raise self._refused(error) from error
-        try:
+        """Make the folder, and hold the file; wait for other processes that hold it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{self.path}.lock", fallback_to_soft=False):
             yield
-        finally:
-            lock.release()
 
     def lines(self) -> list[Line]:
-        """Return the lines after the first one; none without a file.
-
-        Raises:
-            FedrotError: the file is damaged, or no record.
-        """
+        """Return the lines after the first one; none without a file."""
         return self._all()[1:]
 
     def salt(self) -> bytes:
@@ -67,23 +56,14 @@ class Record:
         return bytes.fromhex(self._all()[0][SALT])
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write the file anew, with a further line.
-
-        Raises:
-            FedrotError: the file is damaged, or cannot be written.
-        """
-        self._write([*self._all(), line])
+        """Write the file anew, with a further line."""
+        self._write(*self._all(), line)
 
     def _all(self) -> list[Line]:
         """Return all lines; a file that is not there is made, with its first line."""
-        try:
-            data = self.path.read_bytes()
-        except FileNotFoundError:
-            first = {SALT: secrets.token_hex(16)}
-            self._write([first])
-            return [first]
-        except OSError as error:
-            raise self._refused(error) from error
+        if not self.path.exists():
+            self._write({SALT: secrets.token_hex(16)})
+        data = self.path.read_bytes()
         try:
             lines = [json.loads(shallow(line)) for line in data.splitlines()]
             whole = data.endswith(b"\n") and {*map(type, lines)} == {dict}
@@ -97,16 +77,7 @@ class Record:
             )
         return lines
 
-    def _write(self, lines: list[Mapping[str, Any]]) -> None:
-        try:
-            with replacing(self.path) as temporary:
-                temporary.touch(0o600)
-                temporary.write_text("".join(map(json_line, lines)), encoding="utf-8")
-        except OSError as error:
-            raise self._refused(error) from error
-
-    def _refused(self, error: OSError) -> FedrotError:
-        return FedrotError(
-            f"The record cannot be read or written: {error}. Nothing is sent. Choose "
-            "another record of Privacy, or make its folder writable."
-        )
+    def _write(self, *lines: Mapping[str, Any]) -> None:
+        with replacing(self.path) as temporary:
+            temporary.touch(0o600)
+            temporary.write_text("".join(map(json_line, lines)), encoding="utf-8")

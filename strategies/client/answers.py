@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,13 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
+from flwr.common import log
 from torch import nn
 
 from fedrot.errors import FedrotError
 from fedrot.lora.peft_model import load_as_sent
+from fedrot.strategies.client.answer_line import noted, rows_noted
+from fedrot.strategies.client.answer_record import Line
 from fedrot.strategies.client.client_rows import Batches, LabelledRows, read_rows
 from fedrot.strategies.client.privacy import USUAL_PRIVACY, Privacy
 from fedrot.strategies.client.shelf import Shelf
@@ -45,6 +49,7 @@ from fedrot.strategies.wire.fitting_messages import (
     TASK_HEAD,
     TASK_HEADS,
     WITHHELD,
+    hash_of,
 )
 from fedrot.strategies.wire.label_names import LABELS, labels_record
 from fedrot.symmetry.resolve import settings_of
@@ -53,11 +58,14 @@ from fedrot.task_head.losses import TaskHeads, collect_losses, compare_losses
 from fedrot.task_head.outputs import OUTPUT_KINDS
 from fedrot.task_head.site_figures import site_figures
 from fedrot.task_head.site_head import collect_counts
-from fedrot.task_head.sums import collect_classes
+from fedrot.task_head.sums import ClassSums, collect_classes
 from fedrot.tensors import Tensors
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
+
+#: Runs with a warning.
+_WARNED = set[int]()
 
 
 def answer_with_sums(
@@ -74,8 +82,8 @@ def answer_with_sums(
         folder: where the client keeps up to three received models between requests, so
             that they are sent once: in a folder ``fedrot-bodies`` there; None is the
             user's folder of caches.
-        privacy: which rows the client leaves out of all answers; by default classes
-            with fewer than 5 rows, and all sums of fewer than 10 rows.
+        privacy: which rows the client leaves out of all answers, by default classes
+            with fewer than 5 rows, and all sums of fewer than 10 rows; and its record.
 
     Example: ``answer_with_sums(app, lambda message, context: rows)``, with the
     client's ``rows = LabelledRows(build, training, held_out)``
@@ -88,7 +96,13 @@ def answer_with_sums(
         with torch.random.fork_rng(devices=[]):
             request = _Request(message.content, folder, context.run_id)
             rows = setup(message, context)
-            content = request.answer(privacy.kept(rows, request.kind_of(rows)))
+            kept = privacy.kept(rows, request.kind_of(rows))
+            bodies = request.bodies()
+            content = RecordDict({LACKS: ConfigRecord()})
+            if bodies is not None:
+                about = partial(request.line, rows, kept, bodies)
+                with noted(privacy, context, about):
+                    content = request.answer(kept, bodies)
             # The server does not know the names of the client's labels.
             if LABELS in request.config:
                 content[LABELS] = labels_record(rows.build())
@@ -103,6 +117,7 @@ class _Request:
     ) -> None:
         (self.config,) = content.config_records.values()
         self._arrays = content.array_records
+        self._run = run
         self._task_head = str(self.config[TASK_HEAD])
         self._problem_type = str(self.config[PROBLEM_TYPE])
         self._shelf = Shelf(folder, run, self._task_head)
@@ -123,8 +138,54 @@ class _Request:
             )
         return self._problem_type
 
-    def answer(self, data: LabelledRows) -> RecordDict:
-        """Return the answer."""
+    def bodies(self) -> Sequence[Tensors] | None:
+        """Return the models that are asked about; None if one is lacking."""
+        if self.config[STAGE] in (COUNT, COUNT_CLASSES):
+            return ()
+        if not self._task_head:
+            return [from_arrays(self._arrays[MODEL])]
+        return self._bodies()
+
+    def line(
+        self,
+        data: LabelledRows,
+        kept: LabelledRows,
+        bodies: Sequence[Tensors],
+        salt: bytes,
+    ) -> Line:
+        """Return what a record says about the answer.
+
+        Args:
+            data: the client's rows.
+            kept: those that are not left out.
+        """
+        stage = self.config[STAGE]
+        name = "held_out" if bodies and stage != SUM else "training"
+        if stage == REPORT and data.test is not None:
+            name = "test"
+        kind = OUTPUT_KINDS[self._problem_type]
+        sent, every = (
+            rows_noted(read_rows(rows, name), kind, salt) for rows in (kept, data)
+        )
+        left_out = {
+            "rows": every["rows"] - sent["rows"],
+            "classes": len(every["classes"] - sent["classes"]),
+        }
+        silent = stage == REPORT and not data.report
+        return {
+            "round": self.config.get("server-round"),
+            "stage": stage,
+            "of": name,
+            **sent,
+            "classes": len(sent["classes"]),
+            # A server may name a body otherwise.
+            "bodies": [hash_of(body, self._task_head)[:16] for body in bodies],
+            "left_out": left_out,
+            "withheld": silent or sent["rows"] < 1 <= every["rows"],
+        }
+
+    def answer(self, data: LabelledRows, bodies: Sequence[Tensors]) -> RecordDict:
+        """Return the answer about ``bodies``."""
         stage = self.config[STAGE]
         if stage == COUNT:
             counts = {
@@ -139,12 +200,9 @@ class _Request:
         if stage == REPORT and not data.report:
             return RecordDict({WITHHELD: ConfigRecord()})
         if not self._task_head:
-            model = loaded(data.build(), from_arrays(self._arrays[MODEL]))
+            model = loaded(data.build(), bodies[0])
             losses = collect_losses(model, read_rows(data, "held_out"))
             return RecordDict({LOSSES: to_arrays(vars(losses))})
-        bodies = self._bodies()
-        if bodies is None:
-            return RecordDict({LACKS: ConfigRecord()})
         return self._about(bodies, data)
 
     def _about(self, bodies: Sequence[Tensors], data: LabelledRows) -> RecordDict:
@@ -162,6 +220,7 @@ class _Request:
         models = (loaded(model, body) for body in bodies)
         if stage == SUM:
             sums = collect_classes(next(models), read_rows(data, "training"), *kind)
+            _warn_of_few(self._run, sums)
             return RecordDict({SUMS: to_arrays(sums.packed())})
         held_out = [*read_rows(data, "held_out")]
         if stage == REPORT:
@@ -207,6 +266,20 @@ class _Request:
         has_label = OUTPUT_KINDS[self._problem_type].has_label
         labels = (batch["labels"] for batch in batches if "labels" in batch)
         return sum(int(has_label(of_batch).sum()) for of_batch in labels)
+
+
+def _warn_of_few(run: int, sums: ClassSums) -> None:
+    """Say once a run whether sums are over so few rows that they tell about one."""
+    width = sums.sums.shape[1]
+    if run not in _WARNED and sums.rows < 3 * width:
+        _WARNED.add(run)
+        log(
+            WARNING,
+            "The sums are over %g rows, fewer than three times their width, %d. From "
+            "them, whoever knows a text can tell whether it is among the rows.",
+            sums.rows,
+            width,
+        )
 
 
 def loaded(model: nn.Module, tensors: Tensors) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,18 +31,33 @@ class Privacy:
             the client sends no losses.
         min_rows: with fewer training rows the client sends no sums. It still receives
             the model of all clients.
+        record: the site's file, in which a line is on the disk before an answer is
+            sent (``fedrot report`` reads it). It has no values of rows. None: no file.
+        once: whether an answer is refused if its difference to an earlier one tells
+            about rows: the same was asked about the same model, and the client has
+            other rows now. It is only warned about otherwise.
 
     Raises:
-        FedrotError: a number of rows is not a whole number above 0.
+        FedrotError: a number of rows is not a whole number above 0, or ``once`` has no
+            ``record``.
 
     Example: ``answer_with_sums(app, rows, privacy=Privacy(min_class_rows=10))``
     """
 
     min_class_rows: int = 5
     min_rows: int = 10
+    record: str | Path | None = None
+    once: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        if self.once and self.record is None:
+            raise FedrotError(
+                "Privacy has once=True and no record. A client's process may end after "
+                "each answer, and only a file knows the earlier ones: "
+                "Privacy(record='answers.jsonl', once=True)."
+            )
+        for name in ("min_class_rows", "min_rows"):
+            value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise FedrotError(
                     f"{name} of Privacy is {value!r}; give a whole number above 0. 1 "
@@ -70,6 +86,14 @@ class Privacy:
 USUAL_PRIVACY = Privacy()
 
 
+def labelled_texts(kind: OutputKind, labels: Tensor) -> Tensor:
+    """Return which rows of a batch have a label, bool ``[rows]``.
+
+    A text counts once, however many of its tokens have labels.
+    """
+    return kind.has_label(labels).unsqueeze(-1).flatten(1).any(1)
+
+
 def _labels(data: LabelledRows, name: str) -> Iterator[Tensor]:
     """Yield the labels of a client's batches."""
     return map(labels_in, read_rows(data, name))
@@ -85,8 +109,6 @@ def _without(
             labels = kind.without_scarce(labels_in(batch), scarce)
             yield {**batch, "labels": labels}
 
-    # A text counts once, however many of its tokens have labels.
-    labelled = [kind.has_label(batch["labels"]) for batch in read()]
-    texts = [rows.unsqueeze(-1).flatten(1).any(1) for rows in labelled]
+    texts = [labelled_texts(kind, batch["labels"]) for batch in read()]
     left = int(torch.cat(texts).sum()) if texts else 0
     return read if left >= fewest else list

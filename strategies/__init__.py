@@ -22,6 +22,7 @@ from fedrot.strategies.fedrot import FedRot
 from fedrot.strategies.fitting.class_priors import class_priors
 from fedrot.strategies.fitting.fit_task_head import fit_task_head
 from fedrot.strategies.fitting.held_out import evaluate_at_clients
+from fedrot.strategies.fitting.public_rows import PublicRows
 from fedrot.strategies.fitting.sites import report_sites
 from fedrot.strategies.lora import AlignedLoRA, FedRotLoRA, adapter_record
 from fedrot.strategies.round.guard import Guard
@@ -49,6 +50,7 @@ __all__ = [
     "OtherBasis",
     "PooledClassifier",
     "Privacy",
+    "PublicRows",
     "ReplyStrategy",
     "Reporting",
     "Server",

@@ -16,6 +16,7 @@ from torch import Tensor
 from fedrot.errors import FedrotError
 from fedrot.strategies.client.answer_record import Line, Record
 from fedrot.strategies.client.client_rows import Batches
+from fedrot.strategies.client.ledger import release_of
 from fedrot.strategies.client.privacy import Privacy, labelled_texts
 from fedrot.task_head.outputs import OutputKind
 from fedrot.tensors import Tensors
@@ -36,6 +37,7 @@ def noted(
         about: returns what the line says of the answer, given the record's salt.
 
     Raises:
+        BudgetSpent: the epsilon does not allow the answer.
         FedrotError: the record is damaged, or shorter than the run knows; or ``once``
             refuses the answer.
     """
@@ -65,6 +67,8 @@ def noted(
             if privacy.once:
                 raise FedrotError(f"{what} once=True refuses the second answer.")
             log(WARNING, "%s Privacy(..., once=True) refuses second answers.", what)
+        if privacy.epsilon is not None:
+            line |= release_of(privacy, lines)
         yield line
         record.append(line)
         state[_STATE] = ConfigRecord({"lines": count + 1})

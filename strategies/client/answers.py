@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from logging import WARNING
+from logging import ERROR, WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,13 +17,12 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.common import log
-from torch import nn
 
 from fedrot.errors import FedrotError
-from fedrot.lora.peft_model import load_as_sent
 from fedrot.strategies.client.answer_line import noted, rows_noted
 from fedrot.strategies.client.answer_record import Line
 from fedrot.strategies.client.client_rows import Batches, LabelledRows, read_rows
+from fedrot.strategies.client.ledger import BudgetSpent
 from fedrot.strategies.client.privacy import USUAL_PRIVACY, Privacy
 from fedrot.strategies.client.shelf import Shelf
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
@@ -39,10 +38,16 @@ from fedrot.strategies.wire.fitting_messages import (
     LACKS,
     LOSSES,
     MODEL,
+    NOISE_ALONE,
+    NOISY_SUM,
+    NOISY_SUMS,
     PROBLEM_TYPE,
+    PUBLIC,
+    REASON,
     REPORT,
     ROWS,
     SITE,
+    SPENT,
     STAGE,
     SUM,
     SUMS,
@@ -52,9 +57,12 @@ from fedrot.strategies.wire.fitting_messages import (
     hash_of,
 )
 from fedrot.strategies.wire.label_names import LABELS, labels_record
+from fedrot.strategies.wire.loaded_model import loaded
 from fedrot.symmetry.resolve import settings_of
 from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.losses import TaskHeads, collect_losses, compare_losses
+from fedrot.task_head.noisy.noisy_sums import noisy_sums
+from fedrot.task_head.noisy.public_features import Clipping
 from fedrot.task_head.outputs import OUTPUT_KINDS
 from fedrot.task_head.site_figures import site_figures
 from fedrot.task_head.site_head import collect_counts
@@ -96,17 +104,40 @@ def answer_with_sums(
         with torch.random.fork_rng(devices=[]):
             request = _Request(message.content, folder, context.run_id)
             rows = setup(message, context)
-            kept = privacy.kept(rows, request.kind_of(rows))
-            bodies = request.bodies()
-            content = RecordDict({LACKS: ConfigRecord()})
-            if bodies is not None:
-                about = partial(request.line, rows, kept, bodies)
-                with noted(privacy, context, about):
-                    content = request.answer(kept, bodies)
+            content = _content(request, rows, privacy, context)
             # The server does not know the names of the client's labels.
             if LABELS in request.config:
                 content[LABELS] = labels_record(rows.build())
         return Message(content, reply_to=message)
+
+
+def _content(
+    request: _Request, rows: LabelledRows, privacy: Privacy, context: Context
+) -> RecordDict:
+    """Return what a client answers, or that it does not."""
+    stage = request.config[STAGE]
+    if privacy.epsilon is not None and stage != NOISY_SUM:
+        # A report may be withheld by every site.
+        return _withheld("" if stage == REPORT else NOISE_ALONE)
+    try:
+        kept = privacy.kept(rows, request.kind_of(rows))
+        bodies = request.bodies()
+        if bodies is None:
+            return RecordDict({LACKS: ConfigRecord()})
+        about = partial(request.line, rows, kept, bodies)
+        with noted(privacy, context, about) as line:
+            return request.answer(kept, bodies, line.get("multiplier", 0.0))
+    except BudgetSpent as spent:
+        log(WARNING, "%s", spent)
+        return _withheld(SPENT)
+    except Exception:
+        if privacy.epsilon is None:
+            raise
+        # The message may tell about rows, and Flower sends it.
+        log(ERROR, "No answer with noise could be made.", exc_info=True)
+        raise FedrotError(
+            "A site with an epsilon could not answer; its own log says why."
+        ) from None
 
 
 class _Request:
@@ -160,7 +191,8 @@ class _Request:
             kept: those that are not left out.
         """
         stage = self.config[STAGE]
-        name = "held_out" if bodies and stage != SUM else "training"
+        sums = not bodies or stage in (SUM, NOISY_SUM)
+        name = "training" if sums else "held_out"
         if stage == REPORT and data.test is not None:
             name = "test"
         kind = OUTPUT_KINDS[self._problem_type]
@@ -184,8 +216,14 @@ class _Request:
             "withheld": silent or sent["rows"] < 1 <= every["rows"],
         }
 
-    def answer(self, data: LabelledRows, bodies: Sequence[Tensors]) -> RecordDict:
-        """Return the answer about ``bodies``."""
+    def answer(
+        self, data: LabelledRows, bodies: Sequence[Tensors], noise: float
+    ) -> RecordDict:
+        """Return the answer about ``bodies``.
+
+        Args:
+            noise: the multiplier of noisy sums; see ``noisy_sums``.
+        """
         stage = self.config[STAGE]
         if stage == COUNT:
             counts = {
@@ -198,7 +236,17 @@ class _Request:
             by_class = collect_counts(data.build(), rows, self._problem_type)
             return RecordDict({COUNTS: to_arrays({"counts": by_class})})
         if stage == REPORT and not data.report:
-            return RecordDict({WITHHELD: ConfigRecord()})
+            return _withheld()
+        if stage == NOISY_SUM:
+            clipping = Clipping(**from_arrays(self._arrays[PUBLIC]))
+            noisy = noisy_sums(
+                loaded(data.build(), bodies[0]),
+                read_rows(data, "training"),
+                self._task_head,
+                clipping,
+                noise,
+            )
+            return RecordDict({NOISY_SUMS: to_arrays(noisy.packed())})
         if not self._task_head:
             model = loaded(data.build(), bodies[0])
             losses = collect_losses(model, read_rows(data, "held_out"))
@@ -282,10 +330,6 @@ def _warn_of_few(run: int, sums: ClassSums) -> None:
         )
 
 
-def loaded(model: nn.Module, tensors: Tensors) -> nn.Module:
-    """Return the model with other tensors; an adapter keeps its ranks."""
-    if hasattr(model, "peft_config"):
-        load_as_sent(model, tensors)
-    else:
-        model.load_state_dict({**tensors})
-    return model
+def _withheld(reason: str = "") -> RecordDict:
+    """Return the answer of a client that does not answer."""
+    return RecordDict({WITHHELD: ConfigRecord({REASON: reason})})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +19,17 @@ from fedrot.tensors import Tensors
 
 @dataclass(frozen=True)
 class Privacy:
-    """The rows that a client leaves out of all its answers about a task head.
+    """What a client's answers about a task head may tell about its rows.
 
     It is a setting of the client, and no request changes it. The server does not learn
     what was left out: the client answers as if it did not have these rows.
+
+    With an ``epsilon`` the client answers requests for noisy sums alone (``public`` of
+    ``fit_task_head``), and always in the same form. Every row counts then, since the
+    noise hides each of them: ``min_class_rows`` and ``min_rows`` leave none out. The
+    guarantee is that of (epsilon, delta) differential privacy, for data sets that
+    differ by one *row*: several rows of one patient are not hidden as one. It covers
+    these answers, and no updates of training.
 
     Attributes:
         min_class_rows: a class with fewer training rows is left out of counts, sums,
@@ -36,36 +44,58 @@ class Privacy:
         once: whether an answer is refused if its difference to an earlier one tells
             about rows: the same was asked about the same model, and the client has
             other rows now. It is only warned about otherwise.
+        epsilon: what all noisy sums of the rows may tell together. The ``record``
+            counts it before an answer is sent; when it is spent, none is sent. None:
+            sums without noise.
+        delta: of the guarantee; below one over the number of rows.
+        releases: how many answers ``epsilon`` is divided among.
 
     Raises:
-        FedrotError: a number of rows is not a whole number above 0, or ``once`` has no
+        FedrotError: a number of rows or releases is not a whole number above 0, or
+            ``epsilon`` or ``delta`` is none; or ``once`` or ``epsilon`` has no
             ``record``.
 
-    Example: ``answer_with_sums(app, rows, privacy=Privacy(min_class_rows=10))``
+    Example: ``answer_with_sums(app, rows, privacy=Privacy(min_class_rows=10))``; or
+    with noise ``Privacy(epsilon=3.0, record="answers.jsonl")``
     """
 
     min_class_rows: int = 5
     min_rows: int = 10
     record: str | Path | None = None
     once: bool = False
+    epsilon: float | None = None
+    delta: float = 1e-5
+    releases: int = 1
 
     def __post_init__(self) -> None:
-        if self.once and self.record is None:
+        needs_record = self.once or self.epsilon is not None
+        if needs_record and self.record is None:
             raise FedrotError(
-                "Privacy has once=True and no record. A client's process may end after "
-                "each answer, and only a file knows the earlier ones: "
-                "Privacy(record='answers.jsonl', once=True)."
+                "Privacy has once=True or an epsilon, and no record. A client's "
+                "process may end after each answer, and only a file knows the earlier "
+                "ones: Privacy(record='answers.jsonl', ...)."
             )
-        for name in ("min_class_rows", "min_rows"):
+        if self.epsilon is not None and not 0 < self.epsilon < math.inf:
+            raise FedrotError(
+                f"epsilon of Privacy is {self.epsilon!r}; give a number above 0, like "
+                "3.0, or None for sums without noise."
+            )
+        if not 0 < self.delta < 1:
+            raise FedrotError(
+                f"delta of Privacy is {self.delta!r}; give a number between 0 and 1, "
+                "below one over the number of rows, like 1e-5."
+            )
+        for name in ("min_class_rows", "min_rows", "releases"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise FedrotError(
-                    f"{name} of Privacy is {value!r}; give a whole number above 0. 1 "
-                    "leaves no row out."
+                    f"{name} of Privacy is {value!r}; give a whole number above 0."
                 )
 
     def kept(self, data: LabelledRows, problem_type: str) -> LabelledRows:
         """Return a client's rows without those that it leaves out."""
+        if self.epsilon is not None:
+            return data
         kind = OUTPUT_KINDS[problem_type]
         minimum = self.min_class_rows
         scarce = kind.scarce([*_labels(data, "training")], minimum)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedrot.errors import FedrotError
 from fedrot.lora.peft_model import adapter_tensors
-from fedrot.strategies.client.answers import loaded
+from fedrot.strategies.wire.loaded_model import loaded
 from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.names import (
     adapter_task_head_of,

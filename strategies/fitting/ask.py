@@ -31,10 +31,14 @@ from fedrot.strategies.wire.fitting_messages import (
     LOSSES,
     MESSAGE_TYPE,
     MODEL,
+    NOISE_ALONE,
     PROBLEM_TYPE,
+    REASON,
     ROWS,
+    SPENT,
     STAGE,
     TASK_HEAD,
+    WITHHELD,
 )
 from fedrot.strategies.wire.flower_compat import failure_of
 from fedrot.strategies.wire.label_names import (
@@ -50,6 +54,14 @@ from fedrot.task_head.losses import LossSums
 from fedrot.task_head.outputs import SINGLE
 
 T = TypeVar("T")
+
+#: Why a site with an epsilon does not answer.
+_REFUSALS = {
+    NOISE_ALONE: "its Privacy has an epsilon, and it answers with noisy sums alone. "
+    "Train without fit_head, then call once: fit_task_head(grid, result.arrays, "
+    "model.config, public=PublicRows(build, batches)).",
+    SPENT: "its epsilon is spent.",
+}
 
 #: The largest number of rows that a client can have.
 LARGEST = 10**12
@@ -219,6 +231,10 @@ class Clients:
                 asked.accept(reply)
                 if LABELS in reply.content:
                     self.names.setdefault(node, read_names(reply.content))
+                config = records_of_type(reply.content, ConfigRecord)
+                why = config.get(WITHHELD, {}).get(REASON)
+                if why in _REFUSALS:
+                    raise UpdateError(_REFUSALS[why])
                 # What is read may count at once.
                 check_names(self.names.get(node, ()), label_names(self.described))
                 answers[node] = read(node, reply.content)

@@ -19,6 +19,7 @@ from fedrot.errors import FedrotError
 from fedrot.strategies.fitting.ask import Clients
 from fedrot.strategies.fitting.bodies import Body
 from fedrot.strategies.fitting.exchange import Exchange
+from fedrot.strategies.fitting.public_rows import PublicRows, fit_with_public_rows
 from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.round.outbox import as_sent
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
@@ -39,6 +40,7 @@ def fit_task_head(
     wire: torch.dtype | None = None,
     trusted: bool = False,
     without: Iterable[int] = (),
+    public: PublicRows | None = None,
 ) -> FittedTaskHead:
     """Fit the task head of a model to the rows of all connected clients; nobody trains.
 
@@ -70,6 +72,9 @@ def fit_task_head(
             for making the head worse: labels that one site has alone count in full.
         without: ids of nodes that are not asked, such as those of sites that have left.
             The head has the bits of one that never had them.
+        public: rows that are nobody's. Clients are then asked once, for sums with noise
+            (``Privacy(epsilon=...)``), and the head is taken unjudged; for classes of
+            rows alone. ``trusted`` has no meaning then.
 
     Example: ``final = fit_task_head(grid, result.arrays, model.config).arrays``
 
@@ -80,6 +85,9 @@ def fit_task_head(
     fitting = TaskHeadFitting(model_config, task_head, wire, trusted)
     clients = fitting.clients(grid, config, timeout, arrays)
     clients.without = frozenset(map(int, without))
+    if public is not None:
+        body = fitting.body(arrays, clients.task_head)
+        return fit_with_public_rows(clients, body, public)
     result = fitting.fit(clients, arrays)
     result.log("Task head")
     return result

@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord, RecordDict
 from flwr.common import log
 from torch import nn
 
-from fedrot.errors import FedrotError, UpdateError
+from fedrot.errors import FedrotError
 from fedrot.strategies.arguments import check_functions
 from fedrot.strategies.fitting.ask import Clients
 from fedrot.strategies.fitting.bodies import Body
@@ -110,9 +110,10 @@ def fit_with_public_rows(
     arrays = to_arrays({name: fitted[name] for name in names})
     log(
         INFO,
-        "Task head: fitted to noisy sums of %d sites, about %.0f rows; a count of all "
-        "sites has noise of %.1f rows. No held-out rows have judged it.",
+        "Task head: fitted to noisy sums of %d of %d sites, about %.0f rows; a count "
+        "of all sites has noise of %.1f rows. No held-out rows have judged it.",
         len(parts),
+        len(nodes),
         total.rows,
         float(total.variance.sqrt()),
     )

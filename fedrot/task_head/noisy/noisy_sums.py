@@ -12,7 +12,7 @@ import torch
 from scipy.special import ndtri
 from torch import Tensor, nn
 
-from fedrot.errors import UpdateError
+from fedrot.errors import FedrotError, UpdateError
 from fedrot.task_head.labelled_rows import as_batch, labelled_rows, labels_in
 from fedrot.task_head.noisy.public_features import Clipping
 from fedrot.task_head.outputs import SINGLE
@@ -179,9 +179,16 @@ def _read(
     model: nn.Module, batches: Iterable[Tensors], task_head: str
 ) -> Iterable[tuple[Tensor, Tensor, int]]:
     """Return rows and labels by batch; none if no row has a label."""
-    labelled = [
-        batch for batch in map(as_batch, batches) if bool((labels_in(batch) >= 0).any())
-    ]
+    labelled = list[Tensors]()
+    for batch in map(as_batch, batches):
+        labels = labels_in(batch)
+        if labels.ndim != 1:
+            raise FedrotError(
+                f"The labels have the shape {list(labels.shape)}. Noise hides a row "
+                "with one label, and no row with several."
+            )
+        if bool((labels >= 0).any()):
+            labelled.append(batch)
     return labelled_rows(model, labelled, SINGLE, task_head) if labelled else []
 
 

@@ -1,0 +1,197 @@
+"""A head from noisy sums of sites with an epsilon, through requests and answers."""
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedrot.errors import FedrotError
+from fedrot.strategies import (
+    FedRot,
+    LabelledRows,
+    Privacy,
+    PublicRows,
+    answer_with_sums,
+    report_sites,
+)
+from fedrot.strategies.client.answer_record import Record
+from fedrot.strategies.fitting.class_priors import class_priors
+from fedrot.strategies.wire.arrays import to_arrays
+from fedrot.strategies.wire.fitting_messages import NOISY_SUMS
+from fedrot.task_head.noisy.noisy_fit import fit_to_noisy_sums
+from fedrot.task_head.noisy.noisy_sums import noisy_sums
+from fedrot.task_head.noisy.public_features import public_features
+from tests.strategies.fakes import grid_of, node_of, tensors_of
+from tests.strategies.fitting.classifiers import KINDS, OUTPUTS, SINGLE, WIDTH
+
+
+def site(kind, rows, privacy):
+    app = ClientApp()
+    data = LabelledRows(kind.drawn, lambda: [rows], lambda: [rows])
+    answer_with_sums(app, lambda message, context: data, privacy=privacy)
+    return node_of(app)
+
+
+def public_of(kind):
+    rows = {n: v for n, v in kind.rows(77, 200).items() if n != "labels"}
+    return PublicRows(kind.build, lambda: [rows])
+
+
+def noisy(folder, name, epsilon=8.0, **settings):
+    return Privacy(record=folder / f"{name}.jsonl", epsilon=epsilon, **settings)
+
+
+@pytest.mark.parametrize("name", ["single", "adapter", "pooled"])
+def test_without_noise_the_head_is_that_of_one_place(name):
+    kind = KINDS[name]
+    pairs = [rows for rows, _ in kind.pairs()]
+    sites = [site(kind, rows, Privacy(1, 1)) for rows in pairs]
+    fitted = kind.fitted(sites, public=public_of(kind))
+    model = kind.build()
+    features = public_features(model, public_of(kind).batches(), kind.head)
+    # No site has more than 1.5 times the rows of the median one.
+    total = noisy_sums(model, pairs, kind.head, features.clipping, 0.0)
+    weight, bias, priors = fit_to_noisy_sums(total, features)
+    tensors = tensors_of(fitted.arrays)
+    assert torch.allclose(
+        tensors[f"{kind.head}.weight"].double(), weight, atol=1e-5, rtol=1e-4
+    )
+    assert torch.allclose(tensors[f"{kind.head}.bias"].double(), bias, atol=1e-4)
+    assert fitted.priors == pytest.approx(priors.tolist(), abs=1e-6)
+    others = {n: v for n, v in kind.state().items() if kind.head not in n}
+    assert all(torch.equal(tensors[n], v) for n, v in others.items())
+
+
+def test_sites_with_an_epsilon_answer_once(tmp_path, caplog):
+    sites = [
+        site(SINGLE, SINGLE.rows(seed, 400), noisy(tmp_path, seed)) for seed in range(3)
+    ]
+    public = public_of(SINGLE)
+    fitted = SINGLE.fitted(sites, public=public)
+    assert fitted.fitted
+    assert fitted.clients == 3
+    held_out = SINGLE.rows(500, 300)
+    model = SINGLE.build()
+    model.load_state_dict(tensors_of(fitted.arrays))
+    right = SINGLE.logits(model, held_out).argmax(1) == held_out["labels"]
+    before = SINGLE.logits(SINGLE.build(), held_out).argmax(1) == held_out["labels"]
+    assert right.double().mean() > before.double().mean() + 0.1
+    assert "3 of 3 sites, about 1" in caplog.text
+    for seed in range(3):
+        (line,) = Record(tmp_path / f"{seed}.jsonl").lines()
+        assert line["epsilon"] == pytest.approx(8, rel=1e-5)
+        assert line["stage"] == "noisy-sum"
+    with pytest.raises(FedrotError, match="spent"):
+        SINGLE.fitted(sites, public=public)
+    assert len(Record(tmp_path / "0.jsonl").lines()) == 1
+
+
+def test_two_releases_are_two(tmp_path):
+    sites = [site(SINGLE, SINGLE.rows(1, 90), noisy(tmp_path, 1, releases=2))]
+    for _ in range(2):
+        assert SINGLE.fitted(sites, public=public_of(SINGLE)).fitted
+    with pytest.raises(FedrotError, match="spent"):
+        SINGLE.fitted(sites, public=public_of(SINGLE))
+
+
+def test_nothing_else_is_answered(tmp_path):
+    sites = [site(SINGLE, SINGLE.rows(1, 90), noisy(tmp_path, 1))]
+    grid, arrays = grid_of(sites), ArrayRecord(SINGLE.state())
+    config = SINGLE.config
+    with pytest.raises(FedrotError, match=r"public=PublicRows"):
+        SINGLE.fitted(sites)
+    with pytest.raises(FedrotError, match="noisy sums alone"):
+        class_priors(grid, config, timeout=1)
+    with pytest.raises(FedrotError, match=r"public=PublicRows"):
+        FedRot(config, fit_head=True).start(grid, arrays, num_rounds=1, timeout=1)
+    sites = report_sites(
+        grid, arrays, config, priors=[1 / OUTPUTS] * OUTPUTS, timeout=1
+    )
+    assert (sites.withheld, sites.rows) == (1, [])
+    assert not (tmp_path / "1.jsonl").exists()
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_sites_with_few_rows_answer_in_the_same_form(tmp_path, rows):
+    privacy = noisy(tmp_path, rows)
+    many = site(SINGLE, SINGLE.rows(1, 300), noisy(tmp_path, "many"))
+    few = site(SINGLE, SINGLE.rows(2, rows), privacy)
+    seen = []
+
+    def watched(message):
+        answer = few(message)
+        seen.append(tensors_of(answer.content.array_records[NOISY_SUMS]))
+        return answer
+
+    fitted = SINGLE.fitted([many, watched], public=public_of(SINGLE))
+    assert fitted.clients == 2
+    ((counts, sums, _),) = [tuple(one.values()) for one in seen]
+    assert (counts.shape, sums.shape) == ((OUTPUTS,), (OUTPUTS, WIDTH))
+    assert bool((counts != counts.round()).any())
+
+
+def loud(answer):
+    return {name: value * 1e4 for name, value in answer.items()}
+
+
+def boastful(answer):
+    return {**answer, "counts": answer["counts"] * 1e3}
+
+
+def impossible(answer):
+    return {**answer, "sums": answer["sums"] * 1e3}
+
+
+@pytest.mark.parametrize(
+    ("lie", "word"), [(loud, "hide"), (boastful, ""), (impossible, "larger")]
+)
+def test_one_liar_of_four_does_not_decide(tmp_path, caplog, lie, word):
+    honest = [
+        site(SINGLE, SINGLE.rows(seed, 400), noisy(tmp_path, seed)) for seed in range(4)
+    ]
+
+    def liar(message):
+        answer = honest[3](message)
+        sums = tensors_of(answer.content.array_records[NOISY_SUMS])
+        record = RecordDict({NOISY_SUMS: to_arrays(lie(sums))})
+        return Message(record, reply_to=message)
+
+    fitted = SINGLE.fitted([*honest[:3], liar], public=public_of(SINGLE))
+    assert word in caplog.text
+    held_out = SINGLE.rows(500, 300)
+    model = SINGLE.build()
+    model.load_state_dict(tensors_of(fitted.arrays))
+    right = SINGLE.logits(model, held_out).argmax(1) == held_out["labels"]
+    assert right.double().mean() > 0.5
+
+
+@pytest.mark.parametrize("name", ["multi", "regression"])
+def test_rows_with_several_numbers_are_refused(name):
+    kind = KINDS[name]
+    sites = [site(kind, kind.rows(1, 50), Privacy(1, 1))]
+    with pytest.raises(FedrotError, match="problem type"):
+        kind.fitted(sites, public=public_of(kind))
+
+
+def test_labels_of_tokens_are_refused_at_the_site():
+    rows = SINGLE.rows(1, 9)
+    rows["labels"] = rows["input_ids"] % OUTPUTS
+    model = SINGLE.build()
+    clipping = public_features(model, public_of(SINGLE).batches(), SINGLE.head).clipping
+    with pytest.raises(FedrotError, match="one label"):
+        noisy_sums(model, [rows], SINGLE.head, clipping, 1.0)
+
+
+def test_errors_of_a_site_with_an_epsilon_say_nothing_of_its_rows(tmp_path):
+    rows = SINGLE.rows(1, 30)
+    rows["labels"] = rows["labels"] + 40
+    sites = [site(SINGLE, rows, noisy(tmp_path, 1))]
+    with pytest.raises(FedrotError) as error:
+        SINGLE.fitted(sites, public=public_of(SINGLE))
+    assert "its own log" in str(error.value)
+    assert "label" not in str(error.value)
+
+
+def test_public_rows_are_functions():
+    with pytest.raises(FedrotError, match="batches"):
+        PublicRows(SINGLE.build, [SINGLE.rows(1)])

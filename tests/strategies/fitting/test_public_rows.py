@@ -95,7 +95,7 @@ def test_two_releases_are_two(tmp_path):
 
 
 def test_nothing_else_is_answered(tmp_path):
-    sites = [site(SINGLE, SINGLE.rows(1, 90), noisy(tmp_path, 1))]
+    sites = [site(SINGLE, SINGLE.rows(i, 90), noisy(tmp_path, i)) for i in (1, 2)]
     grid, arrays = grid_of(sites), ArrayRecord(SINGLE.state())
     config = SINGLE.config
     with pytest.raises(FedrotError, match=r"public=PublicRows"):
@@ -104,10 +104,10 @@ def test_nothing_else_is_answered(tmp_path):
         class_priors(grid, config, timeout=1)
     with pytest.raises(FedrotError, match=r"public=PublicRows"):
         FedRot(config, fit_head=True).start(grid, arrays, num_rounds=1, timeout=1)
-    sites = report_sites(
+    reports = report_sites(
         grid, arrays, config, priors=[1 / OUTPUTS] * OUTPUTS, timeout=1
     )
-    assert (sites.withheld, sites.rows) == (1, [])
+    assert (reports.withheld, reports.rows) == (2, [])
     assert not (tmp_path / "1.jsonl").exists()
 
 

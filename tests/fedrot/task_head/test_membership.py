@@ -99,37 +99,33 @@ def test_a_single_row_is_sent_as_its_features_and_not_with_the_minimum():
 def body_that_looks_for(word):
     """Return a BERT whose features are 0 for all texts without a word.
 
-    Units come in pairs with a sum of 0, so that no norm mixes them: two tell what a
-    text says, one is a mark of the word, one is constant, two are for the features.
+    Units come in pairs with a sum of 0, so that no norm mixes them: one tells what a
+    text says, one is a mark of the word, one is constant, one is for the features.
     """
     config = BertConfig(
         vocab_size=50,
-        hidden_size=12,
+        hidden_size=8,
         num_hidden_layers=1,
         num_attention_heads=1,
-        intermediate_size=2,
+        intermediate_size=1,
     )
     model = BertForSequenceClassification(config).eval().requires_grad_(False)
     for name, tensor in model.named_parameters():
         tensor.fill_(float("LayerNorm.weight" in name))
     words = model.bert.embeddings.word_embeddings.weight
-    words[:, 0:4:2] = torch.randn(50, 2)
-    words[word, 4] = 5
-    words[:, 6] = 3
+    words[:, 0] = torch.randn(50)
+    words[word, 2] = 5
+    words[:, 4] = 3
     words[:, 1::2] = -words[:, ::2]
     (layer,) = model.bert.encoder.layer
     # Attention without queries is the mean of a text's tokens.
     layer.attention.self.value.weight.fill_diagonal_(1)
     layer.attention.output.dense.weight.fill_diagonal_(1)
-    # Far below 0 without the mark, a neuron is 0.
-    inner = layer.intermediate.dense
-    inner.weight[[0, 1], [0, 2]] = 1
-    inner.weight[:, 4] = 140
-    inner.bias.fill_(-15)
-    layer.output.dense.weight[[8, 9, 10, 11], [0, 0, 1, 1]] = torch.tensor(
-        [1.0, -1.0, 1.0, -1.0]
-    )
-    model.bert.pooler.dense.weight[:, [8, 10]] = 0.1 * torch.randn(12, 2)
+    # Far below 0 without the mark, the neuron is 0.
+    layer.intermediate.dense.weight[0, :3:2] = torch.tensor([1.0, 140])
+    layer.intermediate.dense.bias.fill_(-15)
+    layer.output.dense.weight[6:, 0] = torch.tensor([1.0, -1])
+    model.bert.pooler.dense.weight[:, 6] = torch.randn(8)
     return model
 
 

@@ -128,7 +128,7 @@ def _possible(priors: Tensor, counts: Tensor, kind: OutputKind) -> bool:
 def collect_counts(
     model: nn.Module, batches: Iterable[Tensors], problem_type: str | None = None
 ) -> Tensor:
-    """Return what ``site_head`` needs of a site's rows; it stays at the site.
+    """Return what ``site_head`` needs of a site's rows; ``class_priors`` asks for it.
 
     Args:
         model: a ``transformers`` classifier; it is run for a regression only.

@@ -255,8 +255,9 @@ def collect_classes(
 
     The features are the inputs of the task head at the positions of the logits: the
     last token of each row for decoders, every labelled token for token classifiers. The
-    client sends only sums, so that secure aggregation works. Sums are float64, on the
-    CPU; features are multiplied in float64.
+    client sends sums alone. They tell which rows it has: see
+    ``docs/explanation/privacy.md``. Sums are float64, on the CPU; features are
+    multiplied in float64.
 
     Args:
         model: a ``transformers`` classifier, usually the merged one, so that all

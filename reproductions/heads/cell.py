@@ -102,16 +102,21 @@ class Cell:
         return float((counts @ recall / counts.sum(1)).min())
 
 
-def load(name: str, skew: float, seed: int, folder: Path, tokenizer: Path) -> Cell:
+def load(
+    name: str, skew: float, seed: int, folder: Path, tokenizer: Path, size: int = 0
+) -> Cell:
     """Return a cell of the data card's Parquet files; all seeds have the same test
     rows.
+
+    ``size`` is another number of rows than ``ROWS``.
     """
     if name == "corpora":
         return _load_corpora(seed, folder / "emotion", tokenizer)
     train_file, test_file, column, splits = SETS[name]
     texts, labels = _read(folder / f"{train_file}.parquet", column, ["train"])
     test, test_labels = _read(folder / f"{test_file}.parquet", column, splits)
-    rows = np.random.default_rng([seed, 0]).choice(len(texts), ROWS, replace=False)
+    random = np.random.default_rng([seed, 0])
+    rows = random.choice(len(texts), size or ROWS, replace=False)
     chosen = np.random.default_rng(0).permutation(len(test))[:TEST_ROWS]
     ids = _encoded([*texts[rows], *test[chosen]], tokenizer)
     every = np.concatenate([labels[rows], test_labels[chosen]])

@@ -1,9 +1,9 @@
 """Matching at a client: the request, the client's answer, and how the server reads it.
 
 The server sends a client its own update and the anchor. The client matches them on its
-own data, and answers with group elements; no activation leaves the client. The server
-checks that these are elements of the model's symmetry before it applies them, so that
-every answer preserves the update's function.
+own data, and answers with group elements. These are computed from activations, and tell
+of them. The server checks that they are elements of the model's symmetry before it
+applies them, so that every answer preserves the update's function.
 """
 
 from __future__ import annotations

@@ -46,11 +46,11 @@ def fit_task_head(
 
     Clients tell how many rows they have. Then they receive the model, and answer with
     sums over their training rows. Clients with held-out rows receive the heads to
-    compare. The server sees each client's sums; for a class with one row these are the
-    row's features. The task head is fitted by linear discriminant analysis, or by ridge
-    regression (``fedrot.task_head.fitted_task_heads``), at several shrinkages. It is
-    kept only if its loss on held-out rows is smaller than the given head's, each at its
-    best temperature.
+    compare. The server sees each client's sums, which tell what rows it has
+    (``docs/explanation/privacy.md``). The task head is fitted by linear discriminant
+    analysis, or by ridge regression (``fedrot.task_head.fitted_task_heads``), at
+    several shrinkages. It is kept only if its loss on held-out rows is smaller than the
+    given head's, each at its best temperature.
 
     Up to a quarter of the clients may lie. A client's rows count at most 1.5 times as
     much as the median client's, sums without which the head is better are left out, and

@@ -137,11 +137,11 @@ def report_sites(
 
     Each client measures three heads on rows of its own: that of the model; its own,
     which is the same with the site's shares of classes (``site_model``); and one that
-    is fitted to its rows alone, with the body of the first model. No rows leave a
-    client. It sends its name, the numbers of its rows by class, and the figures of
-    ``Sites``; nothing with ``LabelledRows(report=False)``. These figures change
-    nobody's model, and a client may lie about itself. Sites without rows, and those
-    that fail, are named in warnings and left out.
+    is fitted to its rows alone, with the body of the first model. It sends its name,
+    the numbers of its rows by class, and the figures of ``Sites``, but no row as it is;
+    nothing with ``LabelledRows(report=False)``. These figures change nobody's model,
+    and a client may lie about itself. Sites without rows, and those that fail, are
+    named in warnings and left out.
 
     A client receives both models, unless it has kept them.
 

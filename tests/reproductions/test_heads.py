@@ -271,6 +271,8 @@ def test_a_cell_is_loaded_and_repeated(tmp_path, monkeypatch):
     found = cell.load("isear", 0.3, 11, tmp_path, tokenizer)
     assert len(found.test) == sum(i % 7 > 0 and i % 5 > 1 for i in range(600))
     assert (found.ids[:, 0] % 3 == found.labels).all()
+    other = cell.load("isear", 0.3, 11, tmp_path, tokenizer, size=90)
+    assert (len(found.client), len(other.client)) == (160, 90)
     out = tmp_path / "rows.jsonl"
     options = ("--rounds=2", "--layers=2", f"--data-dir={tmp_path}", f"--out={out}")
     for seed in (11, 12):

@@ -1,0 +1,1 @@
+"""What clients' answers tell about their rows, measured."""

@@ -90,6 +90,8 @@ def rows_noted(batches: Batches, kind: OutputKind, salt: bytes) -> Line:
     hashes = list[int]()
     classes = set[int]()
     for batch in batches:
+        if "labels" not in batch:
+            continue
         labels = batch["labels"]
         rows = labelled_texts(kind, labels).nonzero().flatten().tolist()
         hashes += [_hash_of_row(batch, row, salt) for row in rows]

@@ -52,7 +52,6 @@ from fedrot.strategies.wire.fitting_messages import (
     hash_of,
 )
 from fedrot.strategies.wire.label_names import LABELS, labels_record
-from fedrot.symmetry.resolve import settings_of
 from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.losses import TaskHeads, collect_losses, compare_losses
 from fedrot.task_head.outputs import OUTPUT_KINDS
@@ -128,8 +127,8 @@ class _Request:
         Raises:
             FedrotError: the client's model names another one than the request.
         """
-        settings = settings_of(getattr(data.build(), "config", {}))
-        of_model = settings.get("problem_type") or self._problem_type
+        config = getattr(data.build(), "config", None)
+        of_model = getattr(config, "problem_type", None) or self._problem_type
         if of_model != self._problem_type:
             raise FedrotError(
                 f"The server asks about a {self._problem_type}, and the problem_type "

@@ -103,8 +103,9 @@ class Clients:
         if new:
             log(
                 INFO,
-                "Task head: no site sent rows of %s: they keep their weights. Sites "
-                "leave out classes with fewer rows than their Privacy allows.",
+                "Task head: no site sent rows of %s: they keep the directions of their "
+                "weights, with the share of half a row. Sites leave out classes with "
+                "fewer rows than their Privacy allows.",
                 legible(", ".join(repr(names[label]) for label in sorted(new))),
             )
 

@@ -48,7 +48,12 @@ from fedrot.strategies.client.moves import Matching, match_at_client
 from fedrot.strategies.client.privacy import USUAL_PRIVACY
 from fedrot.strategies.round.asked import CLIENT_KEY, CLIENT_RECORD
 from fedrot.strategies.wire.arrays import STATISTICS
-from fedrot.strategies.wire.fitting_messages import PROBLEM_TYPE, REPORT, STAGE
+from fedrot.strategies.wire.fitting_messages import (
+    COUNT_CLASSES,
+    PROBLEM_TYPE,
+    REPORT,
+    STAGE,
+)
 from fedrot.strategies.wire.statistics_record import (
     statistics_record,
     wanted_statistics,
@@ -160,8 +165,8 @@ def _labelled(message: Message, context: Context) -> LabelledRows:
         test=test,
         name=str(job.client),
     )
-    # Figures of a site are measured here on all its rows, for all strategies.
-    if job.settings[STAGE] == REPORT:
+    # What sites have is measured here on all their rows, for all strategies.
+    if job.settings[STAGE] in (REPORT, COUNT_CLASSES):
         return rows
     fewest = job.task.experiment.min_class_rows
     privacy = Privacy(fewest, USUAL_PRIVACY.min_rows if fewest > 1 else 1)

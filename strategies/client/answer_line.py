@@ -72,13 +72,12 @@ def noted(
 
 def _other_rows(line: Line, other: Line) -> bool:
     """Return whether two answers tell about one body and different rows."""
-    both = line, other
     # A server may name a stage otherwise; the rows are those of the answer.
-    of_one_kind = len({one.get("of") for one in both}) == 1
-    different = len({one.get("digest") for one in both}) == 2
-    sent = not any(one.get("withheld") for one in both)
+    alike = line["of"] == other.get("of")
+    different = line["digest"] != other.get("digest")
+    sent = not (line["withheld"] or other.get("withheld"))
     bodies = {*line["bodies"]} & {*other.get("bodies", ())}
-    return of_one_kind and different and sent and bool(bodies)
+    return alike and different and sent and bool(bodies)
 
 
 def rows_noted(batches: Batches, kind: OutputKind, salt: bytes) -> Line:

@@ -76,7 +76,9 @@ class Exchange:
         self._units = torch.ones(1)
         if not self._held_out:
             raise FedrotError(
-                "Task head: no client has held-out rows with 'labels' to choose by."
+                "Task head: no client has held-out rows with 'labels' to choose by, or "
+                "none has as many as its Privacy asks for: usually 5, of classes with "
+                "5 training rows."
             )
 
     def best(self, bodies: Mapping[float, Body]) -> FittedTaskHead:

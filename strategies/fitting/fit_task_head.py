@@ -44,8 +44,8 @@ def fit_task_head(
 
     Clients tell how many rows they have. Then they receive the model, and answer with
     sums over their training rows. Clients with held-out rows receive the heads to
-    compare. The server sees each client's sums; for a class with one row these are the
-    row's features. The task head is fitted by linear discriminant analysis, or by ridge
+    compare. The server sees each client's sums, of the rows that its ``Privacy`` does
+    not leave out. The task head is fitted by linear discriminant analysis, or by ridge
     regression (``fedrot.task_head.fitted_task_heads``), at several shrinkages. It is
     kept only if its loss on held-out rows is smaller than the given head's, each at its
     best temperature.

@@ -29,7 +29,7 @@ from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.fitting.result import FEW
 from fedrot.symmetry import symmetry_of
-from fedrot.task_head.names import task_head_of
+from fedrot.task_head.names import adapter_task_head_of, task_head_of
 
 #: Steps of training that are timed.
 TIMED = 4
@@ -112,6 +112,7 @@ def checked(experiment: Experiment) -> Checked:
     sentences = [
         task.data.remarks,
         *remarks,
+        *_few_rows(task, model),
         getattr(model, "remark", ""),
     ]
     sentences += [f"{note}." for note in notes_of(described)]
@@ -203,6 +204,28 @@ def _remarks(
             f"Clients hold out {len(held_out)} rows in all (seed {seed}), by which "
             f"{', '.join(choosing)} choose: the choice may be noise. Give more rows, "
             f"or a holdout above {experiment.holdout:g}."
+        )
+
+
+def _few_rows(task: Task, model: Any) -> Iterator[str]:
+    """Yield a sentence if sums tell whether a known text is among a client's rows."""
+    experiment = task.experiment
+    if not any(strategy.fits for strategy in experiment.strategies):
+        return
+    tensors = tensors_of(model)
+    if experiment.lora:
+        task_head = adapter_task_head_of(tensors)
+    else:
+        task_head = task_head_of(model.config, tensors)
+    least = 3 * tensors[f"{task_head}.weight"].shape[1]
+    seed = experiment.seeds[0]
+    clients = range(experiment.clients)
+    few = [len(task.client_rows(seed, client)[0]) < least for client in clients]
+    if any(few):
+        yield (
+            f"{sum(few)} of {len(few)} clients send sums over fewer than {least} rows, "
+            "three times their width. From such sums, whoever knows a text can tell "
+            "whether it is among the rows."
         )
 
 

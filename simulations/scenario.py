@@ -101,6 +101,10 @@ class Scenario(BaseModel):
     holdout: float = Field(
         0.1, ge=0, lt=1, description="Share of a client's rows that it holds out."
     )
+    min_class_rows: PositiveInt = Field(
+        5,
+        description="Classes of fewer rows leave a client's sums and losses; 1: none.",
+    )
     fraction_train: float = Field(
         1.0, gt=0, le=1, description="Share of clients in a round."
     )

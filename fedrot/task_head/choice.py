@@ -71,7 +71,8 @@ def with_fitted_task_heads(
     """Return a candidate's body with heads of all shrinkages that are fitted to sums.
 
     Classes that are far apart beside their deviations have logits of any size: logits
-    above ``LARGEST_LOGIT`` are divided, except in a regression.
+    above ``LARGEST_LOGIT`` are divided, except in a regression. Outputs of which the
+    sums tell nothing keep the directions of the candidate's own head.
 
     Raises:
         UpdateError: see ``fitted_task_heads``.
@@ -83,7 +84,7 @@ def with_fitted_task_heads(
         means = class_means(sums.counts, sums.sums)[present]
         logits = means @ weights.mT + biases.unsqueeze(1)
         divisors = (logits.abs().amax((1, 2)) / LARGEST_LOGIT).clamp(min=1)
-    weights = weights / divisors.reshape(-1, 1, 1)
+    weights = weights / divisors.reshape(-1, 1, 1) + _kept_directions(like, sums)
     biases = biases / divisors.unsqueeze(1)
     heads = zip(weights, biases, shrinkages, divisors.tolist(), strict=True)
     shares = sums.kind.priors(sums.counts if priors is None else priors)
@@ -91,6 +92,22 @@ def with_fitted_task_heads(
         Candidate(like.body, weight, bias, like.share, shrinkage, divisor, shares)
         for weight, bias, shrinkage, divisor in heads
     ]
+
+
+def _kept_directions(like: Candidate[B], sums: ClassSums) -> Tensor:
+    """Return weights ``[outputs, inputs]`` that are 0 for outputs with rows.
+
+    The others are those of the head before, beside the mean of the classes with rows.
+    They do not change the logit of a row with mean features, which
+    ``fitted_task_heads`` sets to that of half a row.
+    """
+    kept = like.weight.double()
+    if sums.kind.by_class:
+        kept = kept - sums.counts @ kept / sums.rows
+    mean = sums.sums[sums.kind.centres].sum(0)
+    mean = mean / mean.norm().clamp(min=1e-30)
+    kept = kept - torch.outer(kept @ mean, mean)
+    return kept.where(sums.absent.unsqueeze(1), 0.0)
 
 
 def keep_absent(

@@ -160,6 +160,7 @@ def flower_app(folder: Annotated[Path, Argument(hidden=True)]) -> None:
     "fedrot report runs/first",
     "fedrot report alignment.jsonl --verify runs/tuesday",
     "fedrot report alignment.jsonl --client 7",
+    "fedrot report answers.jsonl",
 )
 def report(
     run_or_file: Annotated[Path, Argument(hidden=True)],
@@ -171,8 +172,9 @@ def report(
     ] = None,
 ) -> None:
     """Write the page of a run folder, or of a strategy's file of rows; or verify
-    checkpoints; or list the rounds of a client.
+    checkpoints; or list the rounds of a client, or the answers in a client's record.
     """
+    from fedrot.simulations.report.answers_table import answers_table, is_record
     from fedrot.simulations.report.client_updates import rounds_of
     from fedrot.simulations.report.hashes import verified
     from fedrot.simulations.report.pages import present, write_strategy_report
@@ -181,6 +183,8 @@ def report(
         console.print(rounds_of(client, run_or_file))
     elif verify is not None:
         console.print(verified(run_or_file, verify))
+    elif run_or_file.is_file() and is_record(run_or_file):
+        console.print(answers_table(run_or_file))
     elif run_or_file.is_file():
         console.print(f"Report: {write_strategy_report(run_or_file)}")
     else:

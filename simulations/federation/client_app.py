@@ -38,10 +38,22 @@ from fedrot.simulations.models import (
 from fedrot.simulations.scenario import Settings
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
-from fedrot.strategies import LabelledRows, add_statistics, answer_with_sums
+from fedrot.strategies import (
+    LabelledRows,
+    Privacy,
+    add_statistics,
+    answer_with_sums,
+)
 from fedrot.strategies.client.moves import Matching, match_at_client
+from fedrot.strategies.client.privacy import USUAL_PRIVACY
 from fedrot.strategies.round.asked import CLIENT_KEY, CLIENT_RECORD
 from fedrot.strategies.wire.arrays import STATISTICS
+from fedrot.strategies.wire.fitting_messages import (
+    COUNT_CLASSES,
+    PROBLEM_TYPE,
+    REPORT,
+    STAGE,
+)
 from fedrot.strategies.wire.statistics_record import (
     statistics_record,
     wanted_statistics,
@@ -146,13 +158,19 @@ def _labelled(message: Message, context: Context) -> LabelledRows:
     job = ClientJob.read(message, context)
     test_rows = own_test_rows(job.task, job.seed, job.client)
     test = partial(job.batches, test_rows, HEAD_BATCH, split=job.task.test)
-    return LabelledRows(
+    rows = LabelledRows(
         job.model,
         partial(job.batches, job.rows(), HEAD_BATCH),
         partial(job.batches, job.rows(held_out=True), HEAD_BATCH),
         test=test,
         name=str(job.client),
     )
+    # What sites have is measured here on all their rows, for all strategies.
+    if job.settings[STAGE] in (REPORT, COUNT_CLASSES):
+        return rows
+    fewest = job.task.experiment.min_class_rows
+    privacy = Privacy(fewest, USUAL_PRIVACY.min_rows if fewest > 1 else 1)
+    return privacy.kept(rows, str(job.settings[PROBLEM_TYPE]))
 
 
 def _matching(message: Message, context: Context) -> Matching:
@@ -164,7 +182,8 @@ def _matching(message: Message, context: Context) -> Matching:
     )
 
 
-answer_with_sums(app, _labelled)
+# ``_labelled`` leaves rows out.
+answer_with_sums(app, _labelled, privacy=Privacy(1, 1))
 match_at_client(app, _matching)
 
 

@@ -76,13 +76,12 @@ def noted(
 
 def _other_rows(line: Line, other: Line) -> bool:
     """Return whether two answers tell about one body and different rows."""
-    both = line, other
     # A server may name a stage otherwise; the rows are those of the answer.
-    of_one_kind = len({one.get("of") for one in both}) == 1
-    different = len({one.get("digest") for one in both}) == 2
-    sent = not any(one.get("withheld") for one in both)
+    alike = line["of"] == other.get("of")
+    different = line["digest"] != other.get("digest")
+    sent = not (line["withheld"] or other.get("withheld"))
     bodies = {*line["bodies"]} & {*other.get("bodies", ())}
-    return of_one_kind and different and sent and bool(bodies)
+    return alike and different and sent and bool(bodies)
 
 
 def rows_noted(batches: Batches, kind: OutputKind, salt: bytes) -> Line:
@@ -94,6 +93,8 @@ def rows_noted(batches: Batches, kind: OutputKind, salt: bytes) -> Line:
     hashes = list[int]()
     classes = set[int]()
     for batch in batches:
+        if "labels" not in batch:
+            continue
         labels = batch["labels"]
         rows = labelled_texts(kind, labels).nonzero().flatten().tolist()
         hashes += [_hash_of_row(batch, row, salt) for row in rows]

@@ -58,7 +58,6 @@ from fedrot.strategies.wire.fitting_messages import (
 )
 from fedrot.strategies.wire.label_names import LABELS, labels_record
 from fedrot.strategies.wire.loaded_model import loaded
-from fedrot.symmetry.resolve import settings_of
 from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.losses import TaskHeads, collect_losses, compare_losses
 from fedrot.task_head.noisy.noisy_sums import noisy_sums
@@ -159,8 +158,8 @@ class _Request:
         Raises:
             FedrotError: the client's model names another one than the request.
         """
-        settings = settings_of(getattr(data.build(), "config", {}))
-        of_model = settings.get("problem_type") or self._problem_type
+        config = getattr(data.build(), "config", None)
+        of_model = getattr(config, "problem_type", None) or self._problem_type
         if of_model != self._problem_type:
             raise FedrotError(
                 f"The server asks about a {self._problem_type}, and the problem_type "

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fedrot.errors import FedrotError
 from fedrot.strategies.client.client_rows import LabelledRows, ReadsRows, read_rows
-from fedrot.task_head.labelled_rows import labels_in
 from fedrot.task_head.outputs import OUTPUT_KINDS, OutputKind
 from fedrot.tensors import Tensors
 
@@ -125,8 +124,8 @@ def labelled_texts(kind: OutputKind, labels: Tensor) -> Tensor:
 
 
 def _labels(data: LabelledRows, name: str) -> Iterator[Tensor]:
-    """Yield the labels of a client's batches."""
-    return map(labels_in, read_rows(data, name))
+    """Yield the labels of a client's batches; requests refuse batches without."""
+    return (batch["labels"] for batch in read_rows(data, name) if "labels" in batch)
 
 
 def _without(
@@ -136,9 +135,12 @@ def _without(
 
     def read() -> Iterator[Tensors]:
         for batch in read_rows(data, name):
-            labels = kind.without_scarce(labels_in(batch), scarce)
-            yield {**batch, "labels": labels}
+            if "labels" in batch:
+                labels = kind.without_scarce(batch["labels"], scarce)
+                batch = {**batch, "labels": labels}
+            yield batch
 
-    texts = [labelled_texts(kind, batch["labels"]) for batch in read()]
+    batches = (batch for batch in read() if "labels" in batch)
+    texts = [labelled_texts(kind, batch["labels"]) for batch in batches]
     left = int(torch.cat(texts).sum()) if texts else 0
     return read if left >= fewest else list

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from logging import WARNING
+from logging import INFO, WARNING
 from typing import Any, NamedTuple, TypeVar
 
 from flwr.app import (
@@ -88,6 +88,7 @@ class Clients:
         trusted: whether the sums of all clients are used, also harmful ones.
         without: nodes that are not asked.
         names: of labels, by node; answers of nodes with others are left out.
+        unsent: labels of which the log has said that no client sent rows.
     """
 
     grid: Grid
@@ -99,6 +100,26 @@ class Clients:
     trusted: bool = False
     without: Collection[int] = ()
     names: dict[int, Names] = field(default_factory=dict)
+    unsent: set[int] = field(default_factory=set)
+
+    def label_names(self, outputs: int) -> list[str]:
+        """Return the names of so many labels; their numbers if names are not known."""
+        names = [*map(legible, wanted_names(self.described, self.names))]
+        return names if len({*names}) == outputs else [*map(str, range(outputs))]
+
+    def say_unsent(self, labels: Iterable[int], outputs: int) -> None:
+        """Log once the labels of which no client has sent rows."""
+        new = {*labels} - self.unsent
+        self.unsent |= new
+        names = self.label_names(outputs)
+        if new:
+            log(
+                INFO,
+                "Task head: no site sent rows of %s: they keep the directions of their "
+                "weights, with the share of half a row. Sites leave out classes with "
+                "fewer rows than their Privacy allows.",
+                legible(", ".join(repr(names[label]) for label in sorted(new))),
+            )
 
     def ask(
         self,

@@ -76,7 +76,9 @@ class Exchange:
         self._units = torch.ones(1)
         if not self._held_out:
             raise FedrotError(
-                "Task head: no client has held-out rows with 'labels' to choose by."
+                "Task head: no client has held-out rows with 'labels' to choose by, or "
+                "none has as many as its Privacy asks for: usually 5, of classes with "
+                "5 training rows."
             )
 
     def best(self, bodies: Mapping[float, Body]) -> FittedTaskHead:
@@ -91,7 +93,10 @@ class Exchange:
                 heads.
         """
         if not self._training:
-            raise UpdateError("No client has training rows with 'labels'.")
+            raise UpdateError(
+                "No client sends sums: none has training rows with 'labels', or none "
+                "has as many as its Privacy asks for (usually 10, and 5 of a class)."
+            )
         old = self._old.unfitted(0.0)
         sums = {
             share: self._sums(body, bodies.values()) for share, body in bodies.items()
@@ -203,19 +208,25 @@ class Exchange:
         if clients.described is not None:
             largest = largest_inputs(clients.described, body.tensors, clients.task_head)
         totals = Totals(self._training, largest)
+        sent = torch.zeros(outputs, dtype=torch.bool)
 
         def read(node: int, content: RecordDict) -> None:
             sums = from_arrays(array_record(content, SUMS))
             shape = outputs, inputs
-            totals.add(node, ClassSums.unpacked(sums, shape, clients.problem_type))
+            read_sums = ClassSums.unpacked(sums, shape, clients.problem_type)
+            totals.add(node, read_sums)
+            # Of several labels the first count is that of all rows.
+            sent.logical_or_(read_sums.counts[-outputs:] > 0)
 
         answers = clients.ask_about(
             [body], self._training, SUM, read, keep=(self._old, *bodies)
         )
-        sent = {node: totals.group[node] for node in answers}
-        self._group |= sent
+        if OUTPUT_KINDS[clients.problem_type].has_classes:
+            clients.say_unsent((~sent).nonzero().flatten().tolist(), outputs)
+        group = {node: totals.group[node] for node in answers}
+        self._group |= group
         groups = totals.groups()
-        if odd := {*sent.values()} - groups.keys():
+        if odd := {*group.values()} - groups.keys():
             log(
                 WARNING,
                 "Task head: left out are the sums of %s: their features are %.1f times "

@@ -114,6 +114,8 @@ class TaskHeadFitting:
     kept_by: dict[str, set[int]] = field(default_factory=dict)
     #: By node; nodes are asked once.
     names: dict[int, Names] = field(default_factory=dict)
+    #: Labels of which the log has said that no client sent rows.
+    unsent: set[int] = field(default_factory=set)
 
     def clients(
         self,
@@ -156,6 +158,7 @@ class TaskHeadFitting:
             described,
             self.trusted,
             names=self.names,
+            unsent=self.unsent,
         )
 
     def fit(

@@ -33,7 +33,6 @@ from fedrot.strategies.wire.fitting_messages import (
     TASK_HEADS,
     WITHHELD,
 )
-from fedrot.strategies.wire.label_names import wanted_names
 from fedrot.task_head.outputs import OUTPUT_KINDS
 
 #: Whose figures a site reports: of the head that it fits alone, of the head of all, and
@@ -190,10 +189,7 @@ def reported(
         partial(_read, labels=labels, largest=largest),
         {f"{TASK_HEADS}-0": to_arrays(sent)},
     )
-    known = wanted_names(clients.described, clients.names)
-    names = [*map(legible, known)]
-    if len({*names}) != labels:
-        names = [*map(str, range(labels))]
+    names = clients.label_names(labels)
     rows = [row for _, row in sorted(answers.items()) if row is not None]
     # So sites without a name are called.
     taken: set[str | None] = {f"client {row['client']}" for row in rows}

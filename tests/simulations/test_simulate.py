@@ -577,6 +577,7 @@ MODEL = {
     "seeds": 1,
     "lr": 0.01,
     "holdout": 0.2,
+    "min_class_rows": 1,
 }
 
 

@@ -35,13 +35,13 @@ def test_logits_of_classes_far_apart_are_divided(spread, problem):
     if problem == SEVERAL:
         labels = labels / 1e6
     sums = sums_of(features, labels, problem)
-    like = Candidate("body", NOTHING, NOTHING, share=0.5)
+    weight, bias = fitted_task_head(sums, 0.01)
+    like = Candidate("body", torch.zeros_like(weight), NOTHING, share=0.5)
     (candidate,) = with_fitted_task_heads(like, sums, [0.01], True)
     assert (candidate.body, candidate.share) == ("body", 0.5)
     assert candidate.shrinkage == 0.01
     divided = spread < 1 and problem != REGRESSION
     assert (candidate.divisor > 10, candidate.divisor > 1) == (divided, divided)
-    weight, bias = fitted_task_head(sums, 0.01)
     torch.testing.assert_close(candidate.weight * candidate.divisor, weight)
     torch.testing.assert_close(candidate.bias * candidate.divisor, bias)
     if divided:

@@ -1,4 +1,4 @@
-"""Memory of the server while it fits a task head to the sums of many clients.
+"""Memory and seconds of a task head that is fitted to the sums of many clients.
 
 The clients answer with sums of random features and have no network, so that the memory
 is the server's: the model that it sends, and what it keeps of the answers. Printed is
@@ -6,6 +6,12 @@ the largest memory of the process beyond that before the fit, in sizes of the mo
 each number of clients. The default is the size of BERT-base.
 
     python benchmarks/head.py [--clients 4 50 200] [--width 768] [--megabytes 440]
+
+With `--seconds` the clients have a network of MiniLM's shape and 160 rows each. Printed
+are seconds of whole fits: without minimum counts, with the defaults, with a record, and
+with an epsilon, as ratios to the first in the same turn. The first turn is left out.
+
+    python benchmarks/head.py --seconds [--turns 6]
 """
 
 from __future__ import annotations
@@ -13,13 +19,26 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import resource
+import tempfile
+import time
 from collections.abc import Callable
+from pathlib import Path
+from statistics import median
 
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from transformers import BertConfig, BertForSequenceClassification
 
 from fedrot.simulations.federation.grids import LocalGrid
-from fedrot.strategies import fit_task_head, to_arrays
+from fedrot.strategies import (
+    LabelledRows,
+    Privacy,
+    PublicRows,
+    answer_with_sums,
+    fit_task_head,
+    to_arrays,
+)
 from fedrot.strategies.wire.fitting_messages import (
     COUNT,
     LOSSES,
@@ -91,13 +110,96 @@ def measure(clients: int, width: int, megabytes: int) -> float:
     )
 
 
+def site(
+    number: int, build: Callable[[], torch.nn.Module], privacy: Privacy, folder: Path
+) -> Callable[[Message], Message]:
+    """Return a node that answers with sums over texts of its own."""
+    generator = torch.Generator().manual_seed(number)
+    batches = [
+        {
+            "input_ids": torch.randint(1000, (40, 32), generator=generator),
+            "labels": torch.randint(CLASSES, (40,), generator=generator),
+        }
+        for _ in range(5)
+    ]
+    rows = LabelledRows(build, lambda: batches[:4], lambda: batches[4:])
+    app = ClientApp()
+    answer_with_sums(app, lambda message, context: rows, folder=folder, privacy=privacy)
+    context = Context(
+        run_id=1, node_id=number, node_config={}, state=RecordDict(), run_config={}
+    )
+
+    def answer(message: Message) -> Message:
+        return app(message, context)
+
+    return answer
+
+
+def compare_seconds(turns: int, clients: int = 3) -> None:
+    """Print the seconds of fits, and their ratios to the fit of the same turn that
+    leaves no row out."""
+    torch.set_num_threads(1)
+    config = BertConfig(
+        vocab_size=1000,
+        hidden_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=12,
+        intermediate_size=1536,
+        num_labels=CLASSES,
+    )
+    model = BertForSequenceClassification(config)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    public_batches = [{"input_ids": torch.randint(1000, (40, 32))} for _ in range(5)]
+    public = PublicRows(lambda: model, lambda: public_batches)
+    seconds: dict[str, list[float]] = {}
+    for turn in range(turns + 1):
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place)
+            records = [folder / f"{number}.jsonl" for number in range(clients)]
+            ways = {
+                "no minimum": [Privacy(1, 1)] * clients,
+                "defaults": [Privacy()] * clients,
+                "record": [Privacy(record=record) for record in records],
+                "epsilon": [
+                    Privacy(record=f"{record}.noise", epsilon=3.0) for record in records
+                ],
+            }
+            for way, settings in ways.items():
+                nodes = {
+                    number: site(number, lambda: model, privacy, folder / way)
+                    for number, privacy in enumerate(settings, 1)
+                }
+                start = time.perf_counter()
+                with outside_of_the_engine():
+                    fit_task_head(
+                        LocalGrid(nodes),
+                        ArrayRecord(state),
+                        config,
+                        public=public if way == "epsilon" else None,
+                    )
+                if turn:
+                    seconds.setdefault(way, []).append(time.perf_counter() - start)
+    for way, took in seconds.items():
+        pairs = zip(took, seconds["no minimum"], strict=True)
+        ratios = sorted(one / other for one, other in pairs)
+        print(
+            f"{way}: {median(took):.2f} s, ratio {median(ratios):.3f} "
+            f"({ratios[0]:.3f} to {ratios[-1]:.3f})"
+        )
+
+
 def main() -> None:
     """Measure each number of clients in a process of its own, and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--clients", type=int, nargs="+", default=[4, 50, 200])
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--megabytes", type=int, default=440)
+    parser.add_argument("--seconds", action="store_true")
+    parser.add_argument("--turns", type=int, default=6)
     options = parser.parse_args()
+    if options.seconds:
+        compare_seconds(options.turns)
+        return
     for clients in options.clients:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             found = pool.apply(measure, (clients, options.width, options.megabytes))

@@ -79,9 +79,8 @@ def _other_rows(line: Line, other: Line) -> bool:
     # A server may name a stage otherwise; the rows are those of the answer.
     alike = line["of"] == other.get("of")
     different = line["digest"] != other.get("digest")
-    sent = not (line["withheld"] or other.get("withheld"))
     bodies = {*line["bodies"]} & {*other.get("bodies", ())}
-    return alike and different and sent and bool(bodies)
+    return alike and different and bool(bodies)
 
 
 def rows_noted(batches: Batches, kind: OutputKind, salt: bytes) -> Line:

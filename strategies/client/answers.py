@@ -120,7 +120,7 @@ def _content(
         return _withheld("" if stage == REPORT else NOISE_ALONE)
     try:
         kept = privacy.kept(rows, request.kind_of(rows))
-        bodies = request.bodies()
+        bodies = request.bodies(rows)
         if bodies is None:
             return RecordDict({LACKS: ConfigRecord()})
         about = partial(request.line, rows, kept, bodies)
@@ -168,9 +168,13 @@ class _Request:
             )
         return self._problem_type
 
-    def bodies(self) -> Sequence[Tensors] | None:
-        """Return the models that are asked about; None if one is lacking."""
-        if self.config[STAGE] in (COUNT, COUNT_CLASSES):
+    def silent(self, data: LabelledRows) -> bool:
+        """Return whether a report is asked for that the site does not give."""
+        return self.config[STAGE] == REPORT and not data.report
+
+    def bodies(self, data: LabelledRows) -> Sequence[Tensors] | None:
+        """Return the models of which the answer tells; None if one is lacking."""
+        if self.config[STAGE] in (COUNT, COUNT_CLASSES) or self.silent(data):
             return ()
         if not self._task_head:
             return [from_arrays(self._arrays[MODEL])]
@@ -202,7 +206,6 @@ class _Request:
             "rows": every["rows"] - sent["rows"],
             "classes": len(every["classes"] - sent["classes"]),
         }
-        silent = stage == REPORT and not data.report
         return {
             "round": self.config.get("server-round"),
             "stage": stage,
@@ -212,7 +215,7 @@ class _Request:
             # A server may name a body otherwise.
             "bodies": [hash_of(body, self._task_head)[:16] for body in bodies],
             "left_out": left_out,
-            "withheld": silent or sent["rows"] < 1 <= every["rows"],
+            "withheld": self.silent(data) or sent["rows"] < 1 <= every["rows"],
         }
 
     def answer(
@@ -234,7 +237,7 @@ class _Request:
             rows = read_rows(data, "training")
             by_class = collect_counts(data.build(), rows, self._problem_type)
             return RecordDict({COUNTS: to_arrays({"counts": by_class})})
-        if stage == REPORT and not data.report:
+        if self.silent(data):
             return _withheld()
         if stage == NOISY_SUM:
             clipping = Clipping(**from_arrays(self._arrays[PUBLIC]))

@@ -470,6 +470,8 @@ def test_what_is_known_and_said_of_the_data():
         f"Clients hold out {held_out} rows in all (seed 0), by which fit_head, guarded"
     )
     assert f"{few} choose" in remarks
+    known = f"2 of 2 clients send sums over fewer than {3 * small.width} rows"
+    assert known in remarks
     assert "leaves out" not in remarks
     assert "have 40 rows each" in remarks
     assert "holdout above 0.5" in remarks  # not one that the run has
@@ -477,9 +479,9 @@ def test_what_is_known_and_said_of_the_data():
     remarks = " ".join(checked(of(**of_column)).sentences)
     assert "hold out" not in remarks
     assert re.search(r"Rows by site: \w+ \+ \w+ \+ [\w ]+ \d+, \w+ \+ ", remarks)
-    assert "always" not in " ".join(
-        checked(of(task="mlm", strategies="fedavg")).sentences
-    )
+    remarks = " ".join(checked(of(task="mlm", strategies="fedavg")).sentences)
+    assert "always" not in remarks
+    assert "send sums" not in remarks
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The choice among candidates, where rules begin."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -40,6 +42,14 @@ def test_logits_of_classes_far_apart_are_divided(spread, problem):
     (candidate,) = with_fitted_task_heads(like, sums, [0.01], True)
     assert (candidate.body, candidate.share) == ("body", 0.5)
     assert candidate.shrinkage == 0.01
+    # Another head before changes no logit of the mean row, and only of outputs that
+    # the sums tell nothing of.
+    random = replace(like, weight=torch.ones_like(weight).cumsum(0).cumsum(1) ** 2)
+    (other,) = with_fitted_task_heads(random, sums, [0.01], True)
+    changes = other.weight - candidate.weight
+    assert changes.any(1).tolist() == sums.absent.tolist()
+    mean = torch.tensor(features.mean(0))
+    assert (changes @ mean).abs().max() <= 1e-9 * changes.norm() * mean.norm()
     divided = spread < 1 and problem != REGRESSION
     assert (candidate.divisor > 10, candidate.divisor > 1) == (divided, divided)
     torch.testing.assert_close(candidate.weight * candidate.divisor, weight)

@@ -18,7 +18,16 @@ from fedrot.simulations.models import build_model
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import task_of
 from fedrot.strategies.wire.arrays import STATISTICS
+from fedrot.strategies.wire.fitting_messages import (
+    COUNT,
+    MESSAGE_TYPE,
+    PROBLEM_TYPE,
+    ROWS,
+    STAGE,
+    TASK_HEAD,
+)
 from fedrot.strategies.wire.statistics_record import read_statistics
+from fedrot.task_head.outputs import SINGLE
 from tests.simulations.data.files import write
 from tests.simulations.tasks.cases import SMALL
 from tests.simulations.tensors import equal
@@ -266,3 +275,16 @@ def test_outputs_of_labels_that_a_client_does_not_know_stay(tmp_path):
         trained = read_statistics(content)["trained"]
         moved.append(trained["classifier.bias"].flatten().tolist())
     assert sorted(moved) == [[False, True, True]] * 2 + [[True, True, False]] * 2
+
+
+@pytest.mark.parametrize("fewest", [1, 5])
+def test_scarce_classes_are_left_out_as_the_setting_says(fewest):
+    task = task_of(of(min_class_rows=fewest).to_json())
+    job = {"experiment": task.experiment.to_json(), "seed": 0, "server-round": 0}
+    job |= {"loads": "", PROBLEM_TYPE: SINGLE, TASK_HEAD: "classifier", STAGE: COUNT}
+    content = RecordDict({"config": ConfigRecord(job)})
+    message = Message(content, dst_node_id=1, message_type=MESSAGE_TYPE)
+    found = fakes.node_of(client_app.app, **{"partition-id": 0})(message)
+    classes = np.bincount(task.data.train.labels[task.client_rows(0, 0)[0]])
+    assert {*classes.tolist()} & {1, 2, 3, 4}
+    assert found.content[ROWS]["training"] == classes[classes >= fewest].sum()

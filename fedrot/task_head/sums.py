@@ -131,7 +131,7 @@ class ClassSums:
     def unpacked(
         cls,
         arrays: Tensors,
-        shape: tuple[int, int],
+        shape: Shape,
         problem_type: str = SINGLE,
     ) -> ClassSums:
         """Return the sums that a client has ``packed``.

@@ -24,7 +24,7 @@ from fedrot.errors import UpdateError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.arguments import check_functions
 from fedrot.strategies.wire.arrays import (
-    array_record,
+    tensors_in,
     from_arrays,
     to_arrays,
 )
@@ -166,7 +166,7 @@ def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
     """
     if message.has_error():
         raise UpdateError(failure_of(message, "fedrot.strategies.match_at_client"))
-    elements = from_arrays(array_record(message.content, ELEMENTS))
+    elements = tensors_in(message.content, ELEMENTS)
     groups = {group.name: group for group in symmetry.groups}
     moves = list[Move]()
     for name, element in elements.items():

@@ -22,7 +22,7 @@ from torch import Tensor
 from fedrot.errors import FedrotError, UpdateError, legible, refusal
 from fedrot.strategies.fitting.bodies import Body
 from fedrot.strategies.round.asked import Asked
-from fedrot.strategies.wire.arrays import array_record, from_arrays, records_of_type
+from fedrot.strategies.wire.arrays import tensors_in, records_of_type
 from fedrot.strategies.wire.fitting_messages import (
     BETWEEN,
     BODIES,
@@ -127,6 +127,8 @@ class Clients:
         stage: str,
         read: Callable[[int, RecordDict], T],
         content: Mapping[str, Any] | None = None,
+        bodies: Sequence[Body] = (),
+        keep: Sequence[Body] = (),
     ) -> dict[int, T]:
         """Return what ``read`` makes of each answer, by node.
 
@@ -136,32 +138,24 @@ class Clients:
         Args:
             content: sent to every node, beside the configuration.
             read: raises an error if an answer cannot be used.
+            bodies: that are asked about; nodes that have kept them do not receive them.
+            keep: bodies of later requests, which clients shall keep beside these.
 
         Raises:
             FedrotError: there is no usable answer; the message has the last reason.
         """
-        request = self._content(stage, content or {}, {})
-        return self._ask(dict.fromkeys(nodes, request), read)
-
-    def ask_about(
-        self,
-        bodies: Sequence[Body],
-        nodes: Iterable[int],
-        stage: str,
-        read: Callable[[int, RecordDict], T],
-        content: Mapping[str, Any] | None = None,
-        keep: Sequence[Body] = (),
-    ) -> dict[int, T]:
-        """``ask`` about ``bodies``; nodes that have kept them do not receive them.
-
-        Args:
-            keep: bodies of later requests, which clients shall keep beside these.
-        """
-        settings = {
-            BODIES: [body.key for body in bodies],
-            KEEP: [body.key for body in (*bodies, *keep)],
-            BETWEEN: [half.key for body in bodies for half in body.between],
+        config = {
+            **(self.config or {}),
+            STAGE: stage,
+            TASK_HEAD: self.task_head,
+            PROBLEM_TYPE: self.problem_type,
         }
+        if bodies:
+            config |= {
+                BODIES: [body.key for body in bodies],
+                KEEP: [body.key for body in (*bodies, *keep)],
+                BETWEEN: [half.key for body in bodies for half in body.between],
+            }
 
         # Nodes that have kept the same bodies receive one and the same content.
         @cache
@@ -170,22 +164,25 @@ class Clients:
             for place, body in enumerate(bodies):
                 if body not in kept:
                     records[f"{MODEL}-{place}"] = body.sent
-            return self._content(stage, records, settings)
+            return RecordDict({**records, "config": ConfigRecord(config)})
 
         answers: dict[int, T] = {}
         lacking: list[int] = []
 
         def take(node: int, answer: RecordDict) -> None:
-            if LACKS in records_of_type(answer, ConfigRecord):
+            if bodies and LACKS in records_of_type(answer, ConfigRecord):
                 lacking.append(node)
                 return
             answers[node] = read(node, answer)
             for body in bodies:
                 body.kept_by.add(node)
 
-        kept = {node: frozenset(b for b in bodies if b.has(node)) for node in nodes}
+        contents = {
+            node: content_for(frozenset(body for body in bodies if body.has(node)))
+            for node in nodes
+        }
         # Without the nodes whose labels mean something else.
-        right = {*self._ask({node: content_for(kept[node]) for node in kept}, take)}
+        right = {*self._ask(contents, take)}
         if lacking:
             for body in bodies:
                 for lost in (body, *body.between):
@@ -199,18 +196,6 @@ class Clients:
                 "No client gave a usable answer: all say that they lack the model."
             )
         return answers
-
-    def _content(
-        self, stage: str, records: Mapping[str, Any], settings: Mapping[str, Any]
-    ) -> RecordDict:
-        config = {
-            **(self.config or {}),
-            STAGE: stage,
-            TASK_HEAD: self.task_head,
-            PROBLEM_TYPE: self.problem_type,
-            **settings,
-        }
-        return RecordDict({**records, "config": ConfigRecord(config)})
 
     def _request(self, node: int, content: RecordDict) -> Message:
         """Return a request to a node; the first one asks for names of labels, too."""
@@ -301,10 +286,10 @@ def read_rows(node: int, content: RecordDict) -> RowCounts:
 
 def read_losses(node: int, content: RecordDict, heads: int) -> LossSums:
     """Return a client's losses of so many heads."""
-    losses = LossSums(**from_arrays(array_record(content, LOSSES)))
-    answered = len(losses.counts) - 1
-    if answered != heads or not bool(are_counts(losses.counts).all()):
+    losses = LossSums(**tensors_in(content, LOSSES))
+    of_heads = len(losses.counts) - 1
+    if of_heads != heads or not are_counts(losses.counts).all():
         raise UpdateError(
-            f"The losses are of {answered} heads and {losses.rows:g} rows."
+            f"The losses are of {of_heads} heads and {losses.rows:g} rows."
         )
     return losses

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.fitting.ask import Clients, are_counts
-from fedrot.strategies.wire.arrays import array_record, from_arrays
+from fedrot.strategies.wire.arrays import tensors_in
 from fedrot.strategies.wire.fitting_messages import COUNT_CLASSES, COUNTS
 from fedrot.task_head.outputs import (
     OUTPUT_KINDS,
@@ -74,7 +74,7 @@ def priors_of(clients: Clients, outputs: int) -> list[float]:
     if not kind.has_classes:
         return []
     read = partial(_counts, kind=kind, outputs=outputs)
-    answers = clients.ask([*clients.grid.get_node_ids()], COUNT_CLASSES, read)
+    answers = clients.ask(clients.grid.get_node_ids(), COUNT_CLASSES, read)
     # Sums of floats depend on their order.
     counts = torch.stack([of_node for _, of_node in sorted(answers.items())])
     counts = counts[counts.any(1)]
@@ -88,11 +88,11 @@ def priors_of(clients: Clients, outputs: int) -> list[float]:
 def _counts(node: int, content: RecordDict, kind: OutputKind, outputs: int) -> Tensor:
     """Return a client's numbers of rows by class, or with each label."""
     size = outputs if kind.by_class else 1 + outputs
-    counts = from_arrays(array_record(content, COUNTS))["counts"]
+    counts = tensors_in(content, COUNTS)["counts"]
     fits = counts.shape == (size,) and counts.dtype == torch.float64
     # No label has more rows than there are.
     possible = are_counts(counts) & (counts <= counts[kind.centres].sum())
-    if not fits or not bool(possible.all()):
+    if not fits or not possible.all():
         raise UpdateError(
             f"The counts are {counts.dtype} {counts.tolist()!r:.100}, not {size} "
             "numbers of rows in float64."

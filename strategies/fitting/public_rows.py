@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from logging import INFO, WARNING
 from statistics import median
 
-from flwr.app import ArrayRecord, RecordDict
+from flwr.app import RecordDict
 from flwr.common import log
 from torch import nn
 
@@ -22,10 +22,9 @@ from fedrot.strategies.arguments import check_functions
 from fedrot.strategies.fitting.ask import Clients
 from fedrot.strategies.fitting.bodies import Body
 from fedrot.strategies.fitting.result import FittedTaskHead
-from fedrot.strategies.wire.arrays import array_record, from_arrays, to_arrays
+from fedrot.strategies.wire.arrays import tensors_in, from_arrays, to_arrays
 from fedrot.strategies.wire.fitting_messages import NOISY_SUM, NOISY_SUMS, PUBLIC
 from fedrot.strategies.wire.loaded_model import loaded
-from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.names import task_head_names
 from fedrot.task_head.noisy.noisy_fit import fit_to_noisy_sums
 from fedrot.task_head.noisy.noisy_sums import NoisySums
@@ -87,27 +86,20 @@ def fit_with_public_rows(
     model = loaded(public.build(), from_arrays(body.sent))
     features = public_features(model, public.batches(), clients.task_head)
     head = body.unfitted(1.0)
-    shape = head.weight.shape[0], head.weight.shape[1]
 
     def read(node: int, content: RecordDict) -> NoisySums:
-        return NoisySums.unpacked(from_arrays(array_record(content, NOISY_SUMS)), shape)
+        return NoisySums.unpacked(tensors_in(content, NOISY_SUMS), head.weight.shape)
 
     nodes = [*clients.grid.get_node_ids()]
     content = {PUBLIC: to_arrays(vars(features.clipping))}
-    answers = _not_loud(clients.ask_about([body], nodes, NOISY_SUM, read, content))
+    answers = _not_loud(clients.ask(nodes, NOISY_SUM, read, content, [body]))
     rows = [sums.rows for sums in answers.values()]
-    parts = [
-        sums.times(most / announced)
-        for sums, announced, most in zip(
-            answers.values(), rows, capped(rows), strict=True
-        )
-    ]
+    counted = zip(answers.values(), rows, capped(rows), strict=True)
+    parts = [sums.times(most / announced) for sums, announced, most in counted]
     total = sum(parts[1:], parts[0])
     bias = task_head_names(clients.task_head)[1] in body.tensors
     weight, offset, priors = fit_to_noisy_sums(total, features, bias)
-    fitted = with_task_head(body.tensors, clients.task_head, weight, offset)
-    names = [n for n in task_head_names(clients.task_head) if n in body.tensors]
-    arrays = to_arrays({name: fitted[name] for name in names})
+    arrays = body.with_head(weight, offset)
     log(
         INFO,
         "Task head: fitted to noisy sums of %d of %d sites, about %.0f rows; a count "
@@ -118,7 +110,7 @@ def fit_with_public_rows(
         float(total.variance.sqrt()),
     )
     return FittedTaskHead(
-        ArrayRecord({**body.arrays, **arrays}),
+        arrays,
         fitted=True,
         clients=len(parts),
         priors=tuple(priors.tolist()),

@@ -20,8 +20,7 @@ from fedrot.strategies.fitting.ask import Clients, are_counts
 from fedrot.strategies.fitting.class_priors import priors_of
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
 from fedrot.strategies.wire.arrays import (
-    array_record,
-    from_arrays,
+    tensors_in,
     records_of_type,
     shapes_of,
     to_arrays,
@@ -181,13 +180,13 @@ def reported(
     sent = {"weight": head.weight, "bias": head.bias, "priors": shares}
     kind = OUTPUT_KINDS[clients.problem_type]
     labels, largest = (outputs, 1.0) if kind.has_classes else (0, kind.largest_loss)
-    answers = clients.ask_about(
-        # A model that nobody has trained is the first one.
-        [before, after] if before.key != after.key else [after],
-        [*clients.grid.get_node_ids()],
+    answers = clients.ask(
+        clients.grid.get_node_ids(),
         REPORT,
         partial(_read, labels=labels, largest=largest),
         {f"{TASK_HEADS}-0": to_arrays(sent)},
+        # A model that nobody has trained is the first one.
+        [before, after] if before.key != after.key else [after],
     )
     names = clients.label_names(labels)
     rows = [row for _, row in sorted(answers.items()) if row is not None]
@@ -217,7 +216,7 @@ def _read(node: int, content: RecordDict, labels: int, largest: float) -> Row | 
     configs = records_of_type(content, ConfigRecord)
     if WITHHELD in configs:
         return None
-    sent = from_arrays(array_record(content, FIGURES))
+    sent = tensors_in(content, FIGURES)
     expected = {"heads": (3, 3), "gain": (3,), "rows": (2, 1 + labels)}
     if shapes_of(sent) != expected:
         raise UpdateError(f"The figures are {shapes_of(sent)}, not {expected}.")

@@ -401,12 +401,12 @@ def only_model(content: RecordDict) -> tuple[str, ArrayRecord]:
     return records.popitem()
 
 
-def array_record(content: RecordDict, name: str) -> ArrayRecord:
-    """Return the ArrayRecord of this name; raises ``UpdateError`` if it is missing."""
+def tensors_in(content: RecordDict, name: str) -> TensorDict:
+    """Return the tensors of this record; raises ``UpdateError`` if it is missing."""
     record = records_of_type(content, ArrayRecord).get(name)
     if record is None:
         raise UpdateError(f"The answer has no ArrayRecord '{name}'.")
-    return record
+    return from_arrays(record)
 
 
 def without_arrays(content: RecordDict) -> RecordDict:

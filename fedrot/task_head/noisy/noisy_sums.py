@@ -17,7 +17,7 @@ from fedrot.task_head.labelled_rows import as_batch, labelled_rows, labels_in
 from fedrot.task_head.noisy.public_features import Clipping
 from fedrot.task_head.outputs import SINGLE
 from fedrot.task_head.sums import unlike
-from fedrot.tensors import TensorDict, Tensors
+from fedrot.tensors import Shape, TensorDict, Tensors
 
 #: How far one row more or less moves the counts and sums together: it changes one count
 #: by 1, and one sum by a vector that is not longer than 1.
@@ -100,7 +100,7 @@ class NoisySums:
         return {**vars(self), "sums": self.sums.float()}
 
     @classmethod
-    def unpacked(cls, arrays: Tensors, shape: tuple[int, int]) -> NoisySums:
+    def unpacked(cls, arrays: Tensors, shape: Shape) -> NoisySums:
         """Return the sums that a site has ``packed``.
 
         Args:

@@ -24,8 +24,8 @@ from fedrot.errors import UpdateError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.arguments import check_functions
 from fedrot.strategies.wire.arrays import (
-    tensors_in,
     from_arrays,
+    tensors_in,
     to_arrays,
 )
 from fedrot.strategies.wire.flower_compat import failure_of

@@ -22,7 +22,7 @@ from torch import Tensor
 from fedrot.errors import FedrotError, UpdateError, legible, refusal
 from fedrot.strategies.fitting.bodies import Body
 from fedrot.strategies.round.asked import Asked
-from fedrot.strategies.wire.arrays import tensors_in, records_of_type
+from fedrot.strategies.wire.arrays import records_of_type, tensors_in
 from fedrot.strategies.wire.fitting_messages import (
     BETWEEN,
     BODIES,

@@ -22,7 +22,7 @@ from fedrot.strategies.arguments import check_functions
 from fedrot.strategies.fitting.ask import Clients
 from fedrot.strategies.fitting.bodies import Body
 from fedrot.strategies.fitting.result import FittedTaskHead
-from fedrot.strategies.wire.arrays import tensors_in, from_arrays, to_arrays
+from fedrot.strategies.wire.arrays import from_arrays, tensors_in, to_arrays
 from fedrot.strategies.wire.fitting_messages import NOISY_SUM, NOISY_SUMS, PUBLIC
 from fedrot.strategies.wire.loaded_model import loaded
 from fedrot.task_head.names import task_head_names

@@ -20,9 +20,9 @@ from fedrot.strategies.fitting.ask import Clients, are_counts
 from fedrot.strategies.fitting.class_priors import priors_of
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
 from fedrot.strategies.wire.arrays import (
-    tensors_in,
     records_of_type,
     shapes_of,
+    tensors_in,
     to_arrays,
 )
 from fedrot.strategies.wire.fitting_messages import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedrot.errors import FedrotError
 from fedrot.strategies.arguments import check_functions
@@ -49,6 +49,11 @@ class LabelledRows:
 
     def __post_init__(self) -> None:
         check_functions(self, "build", "training", "held_out", "test")
+
+
+def labels_of(batches: Batches) -> Iterator[Tensor]:
+    """Yield the labels of batches; requests say what is wrong with those without."""
+    return (batch["labels"] for batch in batches if "labels" in batch)
 
 
 def read_rows(data: LabelledRows, name: str) -> Iterator[Tensors]:

@@ -31,7 +31,6 @@ from fedrot.strategies.reporting.verdict import (
 from fedrot.strategies.resume.run import Stop, run
 from fedrot.strategies.round.asked import Asked, sent_by
 from fedrot.strategies.round.evaluations import readable_evaluations
-from fedrot.strategies.round.merge import Wrapped
 from fedrot.strategies.round.outbox import common_model, plain, to_send
 from fedrot.strategies.round.play import PlaysRounds
 from fedrot.strategies.round.record import RoundRecord
@@ -263,15 +262,7 @@ class ReplyStrategy(PlaysRounds):
         merge, moved_broadcast = self._played(
             one_pass, Asked(sent, self._clients), record, in_front
         )
-        wrapped = Wrapped(
-            strategy=self,
-            wrapped_class=self.wrapped_class,
-            aggregate=super().aggregate_train,  # type: ignore[safe-super]
-            weighted_by=self._weighted_by,
-            broadcast=self._broadcast,
-            min_replies=self.server.min_replies,
-        )
-        arrays, metrics = merge.result(wrapped, moved_broadcast)
+        arrays, metrics = merge.result(self, moved_broadcast)
         if arrays is not None:
             arrays = self.finished(arrays, record)
         ours = record.metrics(self.aligns)
@@ -377,6 +368,10 @@ class ReplyStrategy(PlaysRounds):
         """Set the attributes that a checkpoint holds."""
         vars(self).update(state)
 
+    def _aggregate_behind(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
+        """Let the base strategy aggregate."""
+        return super().aggregate_train(server_round, replies)  # type: ignore[safe-super]
+
     def _begin_round(self, server_round: int, arrays: ArrayRecord) -> None:
         if self.needs_model or self.aggregator(server_round) is not None:
             arguments.check_not_behind(self)
@@ -413,7 +408,7 @@ class ReplyStrategy(PlaysRounds):
                 "super().configure_train(server_round, arrays, config, grid) in its "
                 "configure_train, and change the messages that this call returns."
             )
-        arrays, metrics = super().aggregate_train(server_round, replies)  # type: ignore[safe-super]
+        arrays, metrics = self._aggregate_behind(server_round, replies)
         self._verdicts[server_round] = NOBODY if arrays is None else OFF
         report_metrics(self.reporting, server_round, TRAIN, metrics)
         return arrays, metrics

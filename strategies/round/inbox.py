@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import DEBUG, WARNING
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from flwr.app import (
@@ -35,7 +35,8 @@ from fedrot.strategies.wire.arrays import (
     shapes_of,
     singly,
 )
-from fedrot.strategies.wire.label_names import Names, read_names
+from fedrot.strategies.wire.flower_compat import figures_of
+from fedrot.strategies.wire.label_names import read_names
 from fedrot.strategies.wire.statistics_record import read_statistics
 from fedrot.tensors import (
     LARGEST_WEIGHT,
@@ -48,6 +49,9 @@ from fedrot.tensors import (
     check_update,
     compute_dtype,
 )
+
+if TYPE_CHECKING:
+    from fedrot.strategies.round.play import PlaysRounds
 
 #: Integers of metrics from this size on cannot be averaged as floats.
 _LARGEST_INTEGER = 2**63
@@ -207,29 +211,18 @@ class Inbox:
     """Reads the replies of one round: where the form of a training reply is checked.
 
     Attributes:
-        weighted_by: the metric that weights the clients.
+        strategy: says which metrics it uses, and how labels are checked.
         needs: the kinds of statistics that a reply must have.
-        uses_statistics: if False, statistics of replies are ignored, with a warning.
-        copy: see ``Schema.read``.
-        figures: the metrics that the strategy uses, each with its largest accepted
-            value.
         in_front: the name of a subclass's overriding ``aggregate_train``; empty without
             an override.
-        hashes: see ``Reporting``.
-        check_labels: raises ``UpdateError`` if a node's labels have other names.
     """
 
+    strategy: PlaysRounds
     asked: Asked
     schema: Schema
     record: RoundRecord
-    weighted_by: str = "num-examples"
-    needs: Collection[str] = ()
-    uses_statistics: bool = True
-    copy: bool = False
-    figures: Mapping[str, float] = field(default_factory=dict)
+    needs: Collection[str]
     in_front: str = ""
-    hashes: bool = False
-    check_labels: Callable[[int, Names], None] = lambda node, names: None
 
     def read(self, message: Message) -> Update | None:
         """Return a reply's update, or None if the reply is dropped or is an error."""
@@ -250,10 +243,13 @@ class Inbox:
     def decode(self, message: Message) -> Update:
         """Check a reply and return its update; raises ``UpdateError``."""
         content = message.content
+        strategy = self.strategy
+        copy = strategy.server.deterministic
         record, arrays = only_model(content)
-        weight = read_weight(content, self.weighted_by)
+        weight = read_weight(content, strategy._weighted_by)
         (metrics,) = records_of_type(content, MetricRecord).values()
-        for name, most in self.figures.items():
+        figures = figures_of(strategy) | figures_of(strategy._weighting)
+        for name, most in figures.items():
             value = metrics.get(name)
             if not isinstance(value, int | float) or not 0 <= value <= most:
                 raise UpdateError(
@@ -270,9 +266,9 @@ class Inbox:
                     f"The adapter's {name} is {sent!r:.60}, the server's "
                     f"{value!r:.60}. Build it with the server's LoraConfig."
                 )
-        self.check_labels(message.metadata.src_node_id, read_names(content))
-        tensors = self.schema.read(arrays, self.copy)
-        statistics = read_statistics(content, self.schema.shapes, self.copy)
+        strategy.check_labels(message.metadata.src_node_id, read_names(content))
+        tensors = self.schema.read(arrays, copy)
+        statistics = read_statistics(content, self.schema.shapes, copy)
         missing = [kind for kind in self.needs if not brings(statistics, kind)]
         if missing:
             raise UpdateError(
@@ -281,7 +277,7 @@ class Inbox:
                 "message, model, batches) before it replies "
                 "(docs/how-to/statistics.md)."
             )
-        if statistics and not self.uses_statistics:
+        if statistics and not strategy.uses_statistics:
             log(
                 WARNING,
                 "The statistics '%s' are not used: this strategy uses none.",
@@ -294,7 +290,7 @@ class Inbox:
             }
         client = client_id(message)
         origin = dict[str, Any]()
-        if self.hashes:
+        if strategy.reporting.hashes:
             origin = {
                 "client": client,
                 "node": message.metadata.src_node_id,

@@ -23,7 +23,6 @@ from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Builder, MovedBroadcast, Update, Updates
 from fedrot.strategies.settings import Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays
-from fedrot.strategies.wire.flower_compat import figures_of
 from fedrot.strategies.wire.label_names import Names, check_names, wanted_names
 from fedrot.tensors import Tensors
 
@@ -113,6 +112,7 @@ class PlaysRounds(Strategy):
     #: The model's configuration or symmetry, if it is known.
     model_config: object = None
 
+    # Base strategies may have any other names: these begin with an underscore.
     server: Server
     reporting: Reporting
     #: True if a round holds all updates until every reply has arrived.
@@ -177,19 +177,9 @@ class PlaysRounds(Strategy):
             kept = integers_of(self._broadcast) if self.aligns else ArrayRecord()
             merge = Listed(record, kept)
         aligner = self.aligner(broadcast, merge.mean, record)
-        inbox = Inbox(
-            asked,
-            self.schema(broadcast),
-            record,
-            weighted_by=self._weighted_by,
-            needs=self.needs(record.number),
-            uses_statistics=self.uses_statistics,
-            copy=deterministic,
-            figures=figures_of(self) | figures_of(self._weighting),
-            in_front=in_front,
-            hashes=self.reporting.hashes,
-            check_labels=self.check_labels,
-        )
+        schema = self.schema(broadcast)
+        needs = self.needs(record.number)
+        inbox = Inbox(self, asked, schema, record, needs, in_front)
         order: Order | None = list if self.waits else None
         if deterministic:
             order = by_client if self.trusts_ids else by_contents

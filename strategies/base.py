@@ -368,7 +368,9 @@ class ReplyStrategy(PlaysRounds):
         """Set the attributes that a checkpoint holds."""
         vars(self).update(state)
 
-    def _aggregate_behind(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
+    def _aggregate_behind(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> Aggregated:
         """Let the base strategy aggregate."""
         return super().aggregate_train(server_round, replies)  # type: ignore[safe-super]
 

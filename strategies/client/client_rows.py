@@ -14,6 +14,9 @@ from fedrot.tensors import Tensors
 
 Batches = Iterable[Tensors]
 
+#: Returns a model.
+Builds = Callable[[], nn.Module]
+
 #: Returns rows of a client.
 ReadsRows = Callable[[], Batches]
 
@@ -40,7 +43,7 @@ class LabelledRows:
             accuracies and macro F1 of three heads on its rows (``report_sites``).
     """
 
-    build: Callable[[], nn.Module]
+    build: Builds
     training: ReadsRows
     held_out: ReadsRows
     test: ReadsRows | None = None

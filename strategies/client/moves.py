@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
-from torch import nn
 
 from fedrot.alignment.align import Alignment, align, alignment_of
 from fedrot.alignment.learning import LearningOptions, learn_alignment, loss_of
@@ -23,6 +22,7 @@ from fedrot.collect.random_inputs import forward_inputs
 from fedrot.errors import UpdateError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.arguments import check_functions
+from fedrot.strategies.client.client_rows import Builds, ReadsRows
 from fedrot.strategies.wire.arrays import (
     from_arrays,
     tensors_in,
@@ -68,8 +68,8 @@ class Matching:
             ``learning.steps`` training steps.
     """
 
-    build: Callable[[], nn.Module]
-    batches: Callable[[], Iterable[Tensors]]
+    build: Builds
+    batches: ReadsRows
     options: AlignmentOptions = OTHER_BASIS_OPTIONS
     learning: LearningOptions = field(default_factory=LearningOptions)
 

@@ -8,17 +8,16 @@ taken as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from statistics import median
 
 from flwr.app import RecordDict
 from flwr.common import log
-from torch import nn
 
 from fedrot.errors import FedrotError
 from fedrot.strategies.arguments import check_functions
+from fedrot.strategies.client.client_rows import Builds, ReadsRows
 from fedrot.strategies.fitting.ask import Clients
 from fedrot.strategies.fitting.bodies import Body
 from fedrot.strategies.fitting.result import FittedTaskHead
@@ -31,7 +30,6 @@ from fedrot.task_head.noisy.noisy_sums import NoisySums
 from fedrot.task_head.noisy.public_features import public_features
 from fedrot.task_head.outputs import SINGLE
 from fedrot.task_head.votes import capped
-from fedrot.tensors import Tensors
 
 #: A site's noise may have so many times the variance of the median site's, or of a
 #: deviation of 1 row. One site with more would hide the rows of all.
@@ -52,8 +50,8 @@ class PublicRows:
     Example: ``PublicRows(build, lambda: loader)``
     """
 
-    build: Callable[[], nn.Module]
-    batches: Callable[[], Iterable[Tensors]]
+    build: Builds
+    batches: ReadsRows
 
     def __post_init__(self) -> None:
         check_functions(self, "build", "batches")

@@ -8,7 +8,6 @@ from functools import partial
 from itertools import count
 from logging import INFO
 from statistics import fmean
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
@@ -19,6 +18,7 @@ from fedrot.errors import UpdateError, legible
 from fedrot.strategies.fitting.ask import Clients, are_counts
 from fedrot.strategies.fitting.class_priors import priors_of
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
+from fedrot.strategies.reporting.verdict import Metrics, Row
 from fedrot.strategies.wire.arrays import (
     records_of_type,
     shapes_of,
@@ -46,9 +46,6 @@ MOST_LINES = 20
 
 #: The longest name of a site, in characters.
 LONGEST_NAME = 60
-
-#: A row of a site, see ``Sites``.
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -78,13 +75,13 @@ class Sites:
         sign = 1 if self.measure == "accuracy" else -1
         return min(self.rows, key=lambda row: sign * row["own"][self.measure])
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """Return numbers of sites, and means over them.
 
         Better and worse are sites whose own head differs from the head alone by more
         than their interval.
         """
-        metrics: dict[str, float] = {
+        metrics: Metrics = {
             "sites": len(self.rows),
             "withheld": self.withheld,
             "sites-better": sum(row["gain"][1] > 0 for row in self.rows),

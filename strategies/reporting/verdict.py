@@ -10,6 +10,12 @@ from typing import Any
 from fedrot.distances import Shares, total
 from fedrot.report import AlignmentReport
 
+#: Metrics of a round, by name.
+Metrics = dict[str, float]
+
+#: A row of a report.
+Row = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Movement:
@@ -102,7 +108,7 @@ def verdict(
     return f"{text}; {shares.moved} of {shares.groups} groups moved"
 
 
-def figures(reports: Sequence[AlignmentReport]) -> dict[str, float]:
+def figures(reports: Sequence[AlignmentReport]) -> Metrics:
     """Return the metrics of a round's reports.
 
     The shares found and of chance are those that ``verdict`` names first, of the

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fedrot.collect.statistics import TRAINED, brings
 from fedrot.errors import UpdateError, legible, refusal
+from fedrot.strategies.reporting.verdict import Row
 from fedrot.strategies.round.asked import ADAPTER_RECORD, Asked, client_id
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Update
@@ -188,7 +189,7 @@ class Schema:
         # Flower's wrappers identify tensors by their position.
         return {name: self._cast(name, tensors[name]) for name in self.like}
 
-    def about(self, tensors: Tensors) -> dict[str, Any]:
+    def about(self, tensors: Tensors) -> Row:
         """Return what rows with hashes say about a model or an update."""
         return {}
 
@@ -289,7 +290,7 @@ class Inbox:
                 kind: by_name for kind, by_name in statistics.items() if kind == TRAINED
             }
         client = client_id(message)
-        origin = dict[str, Any]()
+        origin: Row = {}
         if strategy.reporting.hashes:
             origin = {
                 "client": client,

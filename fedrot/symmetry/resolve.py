@@ -379,6 +379,20 @@ def tied_tensors(tensors: TensorsOrShapes) -> Ties:
     return tuple(tuple(names) for names in places.values() if len(names) > 1)
 
 
+def equal_tables(symmetry: Symmetry, tensors: Tensors) -> Ties:
+    """Return pairs of an embedding and an equal output table, which were tied."""
+    streams = {
+        s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots
+    }
+    others = sorted(streams - symmetry.readers)
+    pairs = list[tuple[str, str]]()
+    for reader in sorted(symmetry.readers):
+        table = tensors[reader]
+        alike = [name for name in others if tensors[name].shape == table.shape]
+        pairs += ((name, reader) for name in alike if torch.equal(tensors[name], table))
+    return tuple(pairs)
+
+
 def _check_ties(symmetry: Symmetry) -> None:
     """Raise ``SymmetryError`` if tensors that share storage would move differently."""
     moves: dict[str, set[object]] = defaultdict(set)

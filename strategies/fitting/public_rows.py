@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from logging import INFO, WARNING
-from statistics import median
 
 from flwr.app import RecordDict
 from flwr.common import log
@@ -26,14 +25,9 @@ from fedrot.strategies.wire.fitting_messages import NOISY_SUM, NOISY_SUMS, PUBLI
 from fedrot.strategies.wire.loaded_model import loaded
 from fedrot.task_head.names import task_head_names
 from fedrot.task_head.noisy.noisy_fit import fit_to_noisy_sums
-from fedrot.task_head.noisy.noisy_sums import NoisySums
+from fedrot.task_head.noisy.noisy_sums import NoisySums, capped_total, loud
 from fedrot.task_head.noisy.public_features import public_features
 from fedrot.task_head.outputs import SINGLE
-from fedrot.task_head.votes import capped
-
-#: A site's noise may have so many times the variance of the median site's, or of a
-#: deviation of 1 row. One site with more would hide the rows of all.
-_LOUDEST = 100.0
 
 
 @dataclass(frozen=True)
@@ -91,10 +85,7 @@ def fit_with_public_rows(
     nodes = [*clients.grid.get_node_ids()]
     content = {PUBLIC: to_arrays(vars(features.clipping))}
     answers = _not_loud(clients.ask(nodes, NOISY_SUM, read, content, [body]))
-    rows = [sums.rows for sums in answers.values()]
-    counted = zip(answers.values(), rows, capped(rows), strict=True)
-    parts = [sums.times(most / announced) for sums, announced, most in counted]
-    total = sum(parts[1:], parts[0])
+    total = capped_total([*answers.values()])
     bias = task_head_names(clients.task_head)[1] in body.tensors
     weight, offset, priors = fit_to_noisy_sums(total, features, bias)
     arrays = body.with_head(weight, offset)
@@ -102,7 +93,7 @@ def fit_with_public_rows(
         INFO,
         "Task head: fitted to noisy sums of %d of %d sites, about %.0f rows; a count "
         "of all sites has noise of %.1f rows. No held-out rows have judged it.",
-        len(parts),
+        len(answers),
         len(nodes),
         total.rows,
         float(total.variance.sqrt()),
@@ -110,21 +101,19 @@ def fit_with_public_rows(
     return FittedTaskHead(
         arrays,
         fitted=True,
-        clients=len(parts),
+        clients=len(answers),
         priors=tuple(priors.tolist()),
     )
 
 
 def _not_loud(answers: dict[int, NoisySums]) -> dict[int, NoisySums]:
     """Return the answers whose noise does not hide those of the others."""
-    variances = {node: float(sums.variance) for node, sums in answers.items()}
-    most = _LOUDEST * max(1.0, median(variances.values()))
-    loud = [node for node, variance in variances.items() if variance > most]
-    if loud:
+    left_out = loud({node: float(sums.variance) for node, sums in answers.items()})
+    if left_out:
         log(
             WARNING,
             "Task head: left out are the sums of clients %s: their noise would hide "
             "the rows of all others. Their epsilon is much smaller, or they lie.",
-            ", ".join(map(str, sorted(loud))),
+            ", ".join(map(str, left_out)),
         )
-    return {node: sums for node, sums in answers.items() if node not in loud}
+    return {node: sums for node, sums in answers.items() if node not in left_out}

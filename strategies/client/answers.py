@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from logging import ERROR, WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from flwr.app import (
@@ -16,6 +15,7 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
+from flwr.clientapp import ClientApp
 from flwr.common import log
 
 from fedrot.errors import FedrotError
@@ -72,9 +72,6 @@ from fedrot.task_head.site_figures import site_figures
 from fedrot.task_head.site_head import collect_counts
 from fedrot.task_head.sums import ClassSums, collect_classes
 from fedrot.tensors import Tensors
-
-if TYPE_CHECKING:
-    from flwr.clientapp import ClientApp
 
 #: Runs with a warning.
 _WARNED = set[int]()
@@ -245,11 +242,13 @@ class _Request:
         training = partial(read_rows, data, "training")
         held_out = read_rows(data, "held_out")
         if stage == COUNT:
-            counts = {
-                "training": self._labelled(training()),
-                "held_out": self._labelled(held_out),
-            }
-            return RecordDict({ROWS: MetricRecord({**counts})})
+            counts = MetricRecord(
+                {
+                    "training": self._labelled(training()),
+                    "held_out": self._labelled(held_out),
+                }
+            )
+            return RecordDict({ROWS: counts})
         if stage == REPORT and not data.report:
             return _withheld()
         model = data.build()

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 
 from fedrot.alignment.align import Alignment, align, alignment_of
 from fedrot.alignment.learning import LearningOptions, learn_alignment, loss_of
@@ -33,9 +33,6 @@ from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.groups import Move
 from fedrot.tensors import Tensors
-
-if TYPE_CHECKING:
-    from flwr.clientapp import ClientApp
 
 #: The action of the request, its message type, and the names of its records.
 ACTION = "fedrot_match"
@@ -142,10 +139,10 @@ def _match(message: Message, matching: Matching) -> Alignment:
 
 
 def request(
-    anchor: Tensors,
-    update: Tensors,
     config: ConfigRecord,
     node: int,
+    anchor: Tensors,
+    update: Tensors,
     *,
     canonical_form: bool = False,
     learn: bool = False,

@@ -57,10 +57,9 @@ def class_priors(
     Raises:
         FedrotError: no client gives a usable answer, or none has labelled rows.
     """
-    kind = problem_type_of(model_config)
     clients = Clients(
         grid,
-        problem_type=kind,
+        problem_type=problem_type_of(model_config),
         config=config,
         timeout=timeout,
         described=model_config,

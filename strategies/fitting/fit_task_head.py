@@ -133,11 +133,10 @@ class TaskHeadFitting:
         is_adapter = any(".lora_" in name for name in tensors)
         # An adapter has no configuration of its model.
         described = None if is_adapter else self.described
-        task_head = self.task_head
-        if not task_head and is_adapter:
-            task_head = adapter_task_head_of(tensors)
-        elif not task_head:
-            task_head = task_head_of(described, tensors)
+        if is_adapter:
+            task_head = self.task_head or adapter_task_head_of(tensors)
+        else:
+            task_head = self.task_head or task_head_of(described, tensors)
         weight = tensors.get(f"{task_head}.weight")
         if weight is None:
             raise FedrotError(

@@ -98,9 +98,8 @@ def verdict(
         return f"{_LOST}{lost.removesuffix('.')}"
     if not aligned:
         return OFF
-    known = known_chance(reports)
     others = [report for report in reports if report.chance() is None]
-    sentences = (_against_chance(known), _removed(others, other_basis))
+    sentences = (_against_chance(known_chance(reports)), _removed(others, other_basis))
     text = "; ".join(filter(None, sentences)) or "nothing to align"
     shares = shares_of(reports)
     if not shares.moved:

@@ -87,7 +87,6 @@ class Checkpointing:
             raise FedrotError(f"keep is {keep}; at least 1 checkpoint must be kept.")
         self.folder = Path(folder)
         self.keep = keep
-        self._written = (0, 0, hashlib.sha256())
 
     def rounds(self) -> list[int]:
         """Return the rounds that have a checkpoint, valid or damaged, in order."""
@@ -296,11 +295,11 @@ def _acquire(lock: FileLock, path: Path) -> None:
 
 def _line(number: int, result: Result) -> str:
     """Return a round's metrics as a line of JSON; empty if it has none."""
-    records = {name: getattr(result, name).get(number) for name in _METRICS}
+    rounds = {name: getattr(result, name) for name in _METRICS}
     metrics = {
-        name: encode(record, name, {})
-        for name, record in records.items()
-        if record is not None
+        name: encode(records[number], name, {})
+        for name, records in rounds.items()
+        if number in records
     }
     return json.dumps({"round": number, **metrics}) + "\n" if metrics else ""
 

@@ -175,8 +175,9 @@ def _strategies(
         attributes.copy,
         attributes.update,
     )
-    left_out = transient_attributes(strategy)
-    kept = {name: value for name, value in read().items() if name not in left_out}
+    kept = dict(read())
+    for name in transient_attributes(strategy):
+        kept.pop(name, None)
     yield path, (kept, restore)
     for name, value in list(attributes.items()):
         if isinstance(value, Strategy):
@@ -187,10 +188,10 @@ def _plain(value: Any) -> str | None:
     """Return a plain value as JSON; None for any other value."""
     arrays: NamedArrays = {}
     try:
-        encoded = json.dumps(encode(value, "", arrays))
+        encoded = encode(value, "", arrays)
     except UnknownValueError:
         return None
-    return None if arrays else encoded
+    return None if arrays else json.dumps(encoded)
 
 
 def _parts(value: Any) -> list[Any]:

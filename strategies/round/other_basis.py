@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from logging import INFO, WARNING
 from operator import attrgetter
 from typing import NamedTuple
@@ -139,6 +140,8 @@ class FromOtherBases(ToAnchor):
         self.other_options = others.options
         self.evidence = others.evidence
         self._matched: Found = {}
+        #: Returns the request to a client about its tensors.
+        self._request = partial(request, exchange.config, canonical_form=others.rotates)
         super().__init__(plan, broadcast, record, shared)
 
     def _check(self, tensors: Tensors, with_activations: bool) -> None:
@@ -224,23 +227,11 @@ class FromOtherBases(ToAnchor):
             if in_other_basis(update.tensors, self.base, self._symmetry)
         ]
         requests = [
-            self._request(update, self.base, update.tensors) for update in asked
+            self._request(update.question.node, self.base, update.tensors)
+            for update in asked
         ]
         return self._answers(
             requests, asked, {}, "Client %d is matched at the server: %s"
-        )
-
-    def _request(
-        self, update: Update, anchor: Tensors, tensors: Tensors, learn: bool = False
-    ) -> Message:
-        """Return the request to the client of an update, about these tensors of it."""
-        return request(
-            anchor,
-            tensors,
-            self.exchange.config,
-            update.question.node,
-            canonical_form=self.others.rotates,
-            learn=learn,
         )
 
     def _answers(
@@ -343,7 +334,7 @@ class FromOtherBases(ToAnchor):
         for name, total in mean.current.items():
             if moved[name].is_floating_point():
                 rest[name] = (total - share * moved[name]) / (1 - share)
-        return self._request(update, rest, moved, learn=True)
+        return self._request(update.question.node, rest, moved, learn=True)
 
     def move(self, update: Update) -> Moved:
         """Return the update, moved by its client's alignment if there is one."""

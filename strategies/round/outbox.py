@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Sequence
 
 import torch
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Message, RecordDict
 
 from fedrot.strategies.round.update import Moved
 from fedrot.strategies.wire.arrays import (
@@ -61,13 +61,11 @@ def to_send(
     after = arrays if wire is None else to_arrays(from_arrays(arrays), wire)
     for message in changed if after is not before else ():
         content = message.content
-        if id(content) not in contents:
-            records = {
-                name: after if record is before else record
-                for name, record in content.items()
-            }
-            contents[id(content)] = RecordDict(records)
-        message.content = contents[id(content)]
+        records = {
+            name: after if record is before else record
+            for name, record in content.items()
+        }
+        message.content = contents.setdefault(id(content), RecordDict(records))
     return changed
 
 
@@ -108,8 +106,9 @@ def restored(
 
 def integers_of(arrays: ArrayRecord) -> ArrayRecord:
     """Return the arrays of integers and booleans."""
+    floating = ("float", "bfloat")
     return ArrayRecord(
-        {name: array for name, array in arrays.items() if not _floating(array)}
+        {name: a for name, a in arrays.items() if not a.dtype.startswith(floating)}
     )
 
 
@@ -123,7 +122,3 @@ def with_tensors(moved: Moved) -> Message:
     message = copy.copy(update.message)
     message.content = content
     return message
-
-
-def _floating(array: Array) -> bool:
-    return array.dtype.startswith(("float", "bfloat"))

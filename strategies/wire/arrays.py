@@ -251,9 +251,10 @@ def header(name: str, array: Array) -> Header:
         # Flower's legacy workflows leave both fields empty.
         possible.append(("", ()))
     if (array.dtype, array.shape) not in possible or bits != (held == "bfloat16"):
-        claim = f"{array.dtype!r:.60} {array.shape!r:.60}"
         raise _unreadable(
-            name, f"claims to be {claim}, but its header says {held} {shape!r:.60}"
+            name,
+            f"claims to be {array.dtype!r:.60} {array.shape!r:.60}, but its header "
+            f"says {held} {shape!r:.60}",
         )
     size = len(array.data) - start
     expected = prod(shape) * stored.itemsize

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from logging import INFO, WARNING
 from typing import Any, NamedTuple, TypeVar
 
@@ -157,14 +156,16 @@ class Clients:
                 BETWEEN: [half.key for body in bodies for half in body.between],
             }
 
-        # Nodes that have kept the same bodies receive one and the same content.
-        @cache
-        def content_for(kept: frozenset[Body]) -> RecordDict:
-            records = dict(content or {})
+        def request(node: int) -> Message:
+            # Asked once, since a client has to build its model for the names.
+            asking = {} if node in self.names else {LABELS: True}
+            records = {**(content or {}), "config": ConfigRecord({**config, **asking})}
             for place, body in enumerate(bodies):
-                if body not in kept:
+                if not body.has(node):
                     records[f"{MODEL}-{place}"] = body.sent
-            return RecordDict({**records, "config": ConfigRecord(config)})
+            return Message(
+                RecordDict(records), dst_node_id=node, message_type=MESSAGE_TYPE
+            )
 
         answers: dict[int, T] = {}
         lacking: list[int] = []
@@ -177,17 +178,14 @@ class Clients:
             for body in bodies:
                 body.kept_by.add(node)
 
-        contents = {
-            node: content_for(frozenset(body for body in bodies if body.has(node)))
-            for node in nodes
-        }
+        requests = [request(node) for node in nodes if node not in self.without]
         # Without the nodes whose labels mean something else.
-        right = {*self._ask(contents, take)}
+        right = {*self._ask(requests, take)}
         if lacking:
             for body in bodies:
                 for lost in (body, *body.between):
                     lost.kept_by.difference_update(lacking)
-            again = dict.fromkeys(lacking, content_for(frozenset()))
+            again = [request(node) for node in lacking]
             with suppress(FedrotError):
                 right |= {*self._ask(again, take)}
         answers = {node: answers[node] for node in answers if node in right}
@@ -197,24 +195,10 @@ class Clients:
             )
         return answers
 
-    def _request(self, node: int, content: RecordDict) -> Message:
-        """Return a request to a node; the first one asks for names of labels, too."""
-        content = RecordDict({**content})
-        # Asked once, since a client has to build its model for the names.
-        if node not in self.names:
-            asking = {**content.config_records["config"], LABELS: True}
-            content["config"] = ConfigRecord(asking)
-        return Message(content, dst_node_id=node, message_type=MESSAGE_TYPE)
-
     def _ask(
-        self, contents: Mapping[int, RecordDict], read: Callable[[int, RecordDict], T]
+        self, requests: Sequence[Message], read: Callable[[int, RecordDict], T]
     ) -> dict[int, T]:
-        unnamed = contents.keys() - self.names.keys()
-        requests = [
-            self._request(node, content)
-            for node, content in contents.items()
-            if node not in self.without
-        ]
+        asked_for_names = {r.metadata.dst_node_id for r in requests} - self.names.keys()
         lazy = self.grid if isinstance(self.grid, LazyGrid) else LazyGrid(self.grid)
         replies = lazy.send_and_receive(requests, timeout=self.timeout)
         asked = Asked(lazy.sent)
@@ -246,7 +230,7 @@ class Clients:
         for node in asked.silent:
             leave_out(node, "no answer before the timeout.")
         wanted = wanted_names(self.described, self.names)
-        if unnamed and not wanted and len({*self.names.values()} - {()}) > 1:
+        if asked_for_names and not wanted and len({*self.names.values()} - {()}) > 1:
             log(
                 WARNING,
                 "Clients' labels differ, and no order is that of most clients: %s",

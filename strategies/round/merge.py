@@ -38,7 +38,7 @@ from fedrot.strategies.round.outbox import (
 )
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Builder, Moved, MovedBroadcast, Update
-from fedrot.strategies.wire.arrays import from_arrays, records_of_type, without_arrays
+from fedrot.strategies.wire.arrays import from_arrays, only_model, without_arrays
 from fedrot.strategies.wire.flower_compat import (
     Aggregated,
     clips_zero,
@@ -227,8 +227,8 @@ class Listed:
         merge = Averaged(Mean, self.record)
         while self._held:
             update = self._held.pop(0)
-            records = records_of_type(update.message.content, ArrayRecord)
-            merge.add(Moved(update, from_arrays(records[update.record]), {}))
+            _, arrays = only_model(update.message.content)
+            merge.add(Moved(update, from_arrays(arrays), {}))
         return merge
 
     def result(

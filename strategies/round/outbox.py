@@ -15,7 +15,7 @@ from fedrot.strategies.wire.arrays import (
     encode,
     from_arrays,
     model_records,
-    records_of_type,
+    only_model,
     replace_changed,
     same_bits,
     to_arrays,
@@ -117,8 +117,8 @@ def with_tensors(moved: Moved) -> Message:
     update = moved.update
     content = RecordDict(dict(update.message.content))
     content.pop(STATISTICS, None)
-    arrays = records_of_type(content, ArrayRecord)[update.record]
-    content[update.record] = replace_changed(arrays, update.tensors, moved.tensors)
+    name, arrays = only_model(content)
+    content[name] = replace_changed(arrays, update.tensors, moved.tensors)
     message = copy.copy(update.message)
     message.content = content
     return message

@@ -202,12 +202,11 @@ def encode(name: str, tensor: Tensor) -> Array:
     return _array(value, NUMPY, _npy(value))
 
 
-def decode(name: str, array: Array, known: Header | None = None) -> Tensor:
-    """Return an array's tensor, a view of its bytes if they are aligned.
+def decode(name: str, array: Array, known: Header) -> Tensor:
+    """Return an array's tensor, given its ``header``; see ``from_arrays``.
 
-    ``known`` is its ``header``, which is read if it is not given; see ``from_arrays``.
+    It is a view of the array's bytes if they are aligned.
     """
-    known = known or header(name, array)
     values = np.frombuffer(array.data, known.stored, prod(known.shape), known.start)
     if known.dtype == torch.bool and values.view(np.uint8).max(initial=0) > 1:
         raise _unreadable(name, "holds truth values other than 0 and 1")

@@ -13,6 +13,7 @@ from fedrot.strategies.wire.arrays import (
     check_precision,
     decode,
     encode,
+    header,
     records_of_type,
 )
 from fedrot.tensors import Shapes, TensorDict
@@ -96,7 +97,7 @@ def read_statistics(
             raise UpdateError(
                 f"The statistics '{key}' have no kind; use statistics_record."
             )
-        value = decode(key, array)
+        value = decode(key, array, header(key, array))
         if value.dtype == torch.bfloat16:
             value = value.float()
         elif copy:

@@ -346,8 +346,8 @@ class ReplyStrategy(PlaysRounds):
     def wrapped_class(self) -> type:
         """The class whose ``aggregate_train`` receives the updates."""
         mro = type(self).__mro__
-        after = mro[mro.index(ReplyStrategy) + 1 :]
-        return next(cls for cls in after if "aggregate_train" in vars(cls))
+        behind = mro[mro.index(ReplyStrategy) + 1 :]
+        return next(cls for cls in behind if "aggregate_train" in vars(cls))
 
     # Checkpoints
 

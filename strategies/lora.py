@@ -211,8 +211,8 @@ class AdapterSchema(Schema):
 
     def about(self, tensors: Tensors) -> Row:
         """Return the ranks and targets of an adapter."""
-        ranks = sorted({len(tensors[pair.a]) for pair in pairs_of(tensors)})
-        return {"rank": ranks, "targets": _targets(tensors)}
+        ranks = {len(tensors[pair.a]) for pair in pairs_of(tensors)}
+        return {"rank": sorted(ranks), "targets": _targets(tensors)}
 
 
 def _targets(tensors: Iterable[str]) -> list[str]:

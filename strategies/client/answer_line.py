@@ -56,8 +56,11 @@ def noted(
                 f"The record '{record.path}' was removed or cut: it has {count} of the "
                 f"{known} lines of this run. Nothing is sent. Restore it from a copy."
             )
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        line = {"when": now, "run": context.run_id, **about(record.salt())}
+        line = {
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "run": context.run_id,
+            **about(record.salt()),
+        }
         if any(_other_rows(line, other) for other in lines):
             line["again"] = True
             what = (

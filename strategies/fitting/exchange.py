@@ -302,5 +302,5 @@ class Exchange:
             content[f"{TASK_HEADS}-{place}"] = to_arrays(tensors)
         read = partial(read_losses, heads=len(candidates))
         answers = self._clients.ask(self._held_out, EVALUATE, read, content, [*by_body])
-        asked = [*chain.from_iterable(by_body.values())]
-        return Votes([*in_order(answers).values()], asked)
+        losses = in_order(answers).values()
+        return Votes([*losses], [*chain.from_iterable(by_body.values())])

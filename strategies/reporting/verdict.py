@@ -118,8 +118,8 @@ def figures(reports: Sequence[AlignmentReport]) -> Metrics:
     shares = {}
     if first:
         shares = {FOUND: first.share, CHANCE: first.chance_share or 0.0}
-    removed = share_removed(reports)
-    return {**shares, REMOVED: removed, MOVED: shares_of(reports).moved}
+    moved = shares_of(reports).moved
+    return {**shares, REMOVED: share_removed(reports), MOVED: moved}
 
 
 def known_chance(reports: Iterable[AlignmentReport]) -> list[AlignmentReport]:

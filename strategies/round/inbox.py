@@ -126,8 +126,11 @@ def averageable(
         finite or items, lambda item: metrics_layout(item.content)
     )
     for item in odd:
-        both = f"it has {_listed(item.content)}; most have {_listed(good[0].content)}"
-        leave_out(item, f"Its metrics differ: {both}.")
+        leave_out(
+            item,
+            f"Its metrics differ: it has {_listed(item.content)}; most have "
+            f"{_listed(good[0].content)}.",
+        )
     return good
 
 
@@ -307,8 +310,9 @@ class Inbox:
         """Record the clients that have not answered."""
         for client in self.asked.silent:
             left_out = f", or {self.in_front} left it out" if self.in_front else ""
-            reason = f"No answer before the timeout{left_out}."
-            self.record.fail(client, reason, who="Client")
+            self.record.fail(
+                client, f"No answer before the timeout{left_out}.", who="Client"
+            )
 
 
 def read_weight(content: RecordDict, weighted_by_key: str, zero: bool = False) -> float:

@@ -94,7 +94,7 @@ class Averaged:
         update = moved.update
         try:
             if self._aggregator.streams:
-                layers = [moved.tensors] if moved.layers is None else moved.layers
+                layers = moved.layers or [moved.tensors]
                 self._aggregator.fold_parts(layers, update.weight, moved.statistics)
             else:
                 self._aggregator.add(moved.tensors, update.weight, moved.statistics)

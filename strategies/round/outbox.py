@@ -76,12 +76,8 @@ def as_sent(tensors: TensorDict, sent: ArrayRecord) -> ArrayRecord:
     ``tensors`` is emptied, so that the memory of each tensor is free after it is
     encoded.
     """
-    tied = set[str]()
-    for name, array in sent.items():
-        if array.stype == TIED:
-            other = tensors[array.data.decode()]
-            if same_bits(tensors[name], other):
-                tied.add(name)
+    ties = {name: a.data.decode() for name, a in sent.items() if a.stype == TIED}
+    tied = {n for n, other in ties.items() if same_bits(tensors[n], tensors[other])}
     arrays = ArrayRecord()
     for name, array in sent.items():
         if name in tied:

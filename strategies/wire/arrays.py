@@ -40,11 +40,21 @@ STATISTICS = "fedrot-statistics"
 #: The precisions in which floating-point tensors can be sent.
 PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-_INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
-_FLOATS = ("float16", "float32", "float64")
-_TORCH = {
-    np.dtype(name): getattr(torch, name) for name in ("bool", *_INTEGERS, *_FLOATS)
-}
+_NAMES = (
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+)
+_TORCH = {np.dtype(name): getattr(torch, name) for name in _NAMES}
 
 #: Largest number of dimensions, and of bytes in an npy header with this number.
 _DIMENSIONS = 32
@@ -414,8 +424,10 @@ def without_arrays(content: RecordDict) -> RecordDict:
     small = RecordDict({**records_of_type(content, MetricRecord)})
     left = _LARGEST_CONFIGURATIONS
     for name, record in records_of_type(content, ConfigRecord).items():
-        values = (value for _, value in singly(record))
-        numbers = sum(len(v) if isinstance(v, str | bytes) else 8 for v in values)
+        numbers = sum(
+            len(value) if isinstance(value, str | bytes) else 8
+            for _, value in singly(record)
+        )
         left -= len(name) + numbers + sum(map(len, record))
         if left >= 0:
             small[name] = record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -110,24 +111,22 @@ class LazyGrid(Grid):
         """Send messages, and return their replies, which are fetched when read."""
         asked = list(messages)
         self.sent = [message.metadata for message in asked]
-        ids = list(self.push_messages(asked))
+        ids = self.push_messages(asked)
         waiting = {
             message_id: message
             for message_id, message in zip(ids, asked, strict=False)
             if message_id is not None
         }
-        end = None if timeout is None else time.monotonic() + timeout
+        end = time.monotonic() + (math.inf if timeout is None else timeout)
         self.replies = Replies(waiting, partial(self._replies, end=end))
         return self.replies
 
-    def _replies(
-        self, waiting: dict[str, Message], end: float | None
-    ) -> Iterator[Message]:
+    def _replies(self, waiting: dict[str, Message], end: float) -> Iterator[Message]:
         pause = FIRST_PAUSE
         arrived = set[str]()
         while waiting:
             # After the timeout, one last poll finds replies that arrived before it.
-            last = end is not None and time.monotonic() >= end
+            last = time.monotonic() >= end
             arrived.clear()
             for message_id, asked in waiting.items():
                 # A loop variable would hold the reply until the next one arrives.
@@ -140,9 +139,7 @@ class LazyGrid(Grid):
             if last or not waiting:
                 return
             pause = FIRST_PAUSE if arrived else min(2 * pause, LONGEST_PAUSE)
-            self.pause(
-                pause if end is None else min(pause, max(end - time.monotonic(), 0.0))
-            )
+            self.pause(min(pause, max(end - time.monotonic(), 0.0)))
 
     def _pulled(
         self, message_id: str, asked: Message, arrived: set[str]

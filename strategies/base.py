@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from logging import INFO, WARNING
 from typing import Any, NoReturn
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
@@ -29,7 +29,7 @@ from fedrot.strategies.reporting.verdict import (
     told,
 )
 from fedrot.strategies.resume.run import Stop, run
-from fedrot.strategies.round.asked import Asked, sent_by
+from fedrot.strategies.round.asked import Asked, Sent, sent_by
 from fedrot.strategies.round.evaluations import readable_evaluations
 from fedrot.strategies.round.outbox import common_model, plain, to_send
 from fedrot.strategies.round.play import PlaysRounds
@@ -37,7 +37,7 @@ from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
 from fedrot.strategies.wire.arrays import STATISTICS, from_arrays
 from fedrot.strategies.wire.fitting_messages import PRIORS
-from fedrot.strategies.wire.flower_compat import Aggregated, Evaluate
+from fedrot.strategies.wire.flower_compat import Aggregated, Evaluate, Messages
 from fedrot.strategies.wire.lazy_grid import LazyGrid, streamed
 from fedrot.tensors import checked_device
 
@@ -97,8 +97,8 @@ class ReplyStrategy(PlaysRounds):
         self._config = ConfigRecord()
         self._grid: Grid | None = None
         self._timeout = 3600.0
-        self._sent: list[Metadata] | None = None
-        self._sent_to_evaluate: list[Metadata] | None = None
+        self._sent: Sent = None
+        self._sent_to_evaluate: Sent = None
         self._begun: int | None = None
         self._clients: dict[int, int] = {}
         self._verdicts: dict[int, str] = {}
@@ -214,7 +214,7 @@ class ReplyStrategy(PlaysRounds):
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
+    ) -> Messages:
         """Ask for statistics; store the model and requests for ``aggregate_train``."""
         if self.priors:
             config[PRIORS] = self.priors
@@ -234,7 +234,7 @@ class ReplyStrategy(PlaysRounds):
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
+    ) -> Messages:
         """Send the model in the precision of the wire, and store the requests."""
         if self.priors:
             config[PRIORS] = self.priors
@@ -245,9 +245,7 @@ class ReplyStrategy(PlaysRounds):
         self._sent_to_evaluate = [message.metadata for message in sent]
         return sent
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> Aggregated:
+    def aggregate_train(self, server_round: int, replies: Messages) -> Aggregated:
         """Read and move replies, let the base strategy aggregate them, and report."""
         sent = sent_by(self._grid, self._sent)
         if not sent and not replies:
@@ -288,7 +286,7 @@ class ReplyStrategy(PlaysRounds):
         return arrays, metrics
 
     def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
+        self, server_round: int, replies: Messages
     ) -> MetricRecord | None:
         """Let the base strategy aggregate the readable evaluations."""
         sent = sent_by(self._grid, self._sent_to_evaluate)
@@ -368,9 +366,7 @@ class ReplyStrategy(PlaysRounds):
         """Set the attributes that a checkpoint holds."""
         vars(self).update(state)
 
-    def _aggregate_behind(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> Aggregated:
+    def _aggregate_behind(self, server_round: int, replies: Messages) -> Aggregated:
         """Let the base strategy aggregate."""
         return super().aggregate_train(server_round, replies)  # type: ignore[safe-super]
 
@@ -396,7 +392,7 @@ class ReplyStrategy(PlaysRounds):
             self._begin_round(server_round, arrays)
         return arrays is not None
 
-    def _passed_on(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
+    def _passed_on(self, server_round: int, replies: Messages) -> Aggregated:
         """Let the base strategy aggregate replies to an unknown model."""
         if (
             self.needs_model

@@ -15,7 +15,7 @@ from fedrot.options import AlignmentOptions
 from fedrot.strategies.arguments import check_functions
 from fedrot.strategies.reporting.verdict import Metrics, Row
 from fedrot.strategies.resume.checkpoints import Checkpointing as Checkpointing
-from fedrot.strategies.wire.arrays import check_precision
+from fedrot.strategies.wire.arrays import Precision, check_precision
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Server:
 
     min_replies: int = 1
     device: str | torch.device = "cpu"
-    wire: torch.dtype | None = None
+    wire: Precision = None
     deterministic: bool = False
 
     def __post_init__(self) -> None:

@@ -48,6 +48,11 @@ class Body:
             return True
         return bool(self.between) and all(node in b.kept_by for b in self.between)
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether the task head has a bias."""
+        return task_head_names(self.task_head)[1] in self.tensors
+
     def unfitted(self, share: float) -> Candidate[Body]:
         """Return the body with its own head; see ``Candidate`` for the share."""
         name, bias = task_head_names(self.task_head)

@@ -36,7 +36,6 @@ from fedrot.task_head.choice import (
     reference_among,
     with_fitted_task_heads,
 )
-from fedrot.task_head.names import task_head_names
 from fedrot.task_head.outputs import OUTPUT_KINDS
 from fedrot.task_head.sums import ClassSums
 from fedrot.task_head.totals import LONGEST, Groups, Totals, total_without
@@ -246,7 +245,7 @@ class Exchange:
         """
         like = before[0]
         total = total_without(left_out, groups)
-        bias = task_head_names(self._clients.task_head)[1] in like.body.tensors
+        bias = like.body.has_bias
         candidates = with_fitted_task_heads(like, total, shrinkages, bias, priors)
         if left_out:
             keep_absent(candidates, before, total.absent)

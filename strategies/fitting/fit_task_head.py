@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
@@ -22,7 +21,7 @@ from fedrot.strategies.fitting.exchange import Exchange
 from fedrot.strategies.fitting.public_rows import PublicRows, fit_with_public_rows
 from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.round.outbox import as_sent
-from fedrot.strategies.wire.arrays import from_arrays, to_arrays
+from fedrot.strategies.wire.arrays import Precision, from_arrays, to_arrays
 from fedrot.strategies.wire.fitting_messages import half_way, hash_of
 from fedrot.strategies.wire.label_names import Names
 from fedrot.task_head.names import adapter_task_head_of, task_head_of
@@ -37,7 +36,7 @@ def fit_task_head(
     task_head: str | None = None,
     config: ConfigRecord | None = None,
     timeout: float = 3600,
-    wire: torch.dtype | None = None,
+    wire: Precision = None,
     trusted: bool = False,
     without: Iterable[int] = (),
     public: PublicRows | None = None,
@@ -108,7 +107,7 @@ class TaskHeadFitting:
 
     described: object
     task_head: str | None
-    wire: torch.dtype | None
+    wire: Precision
     trusted: bool
     #: By the hash of a body: the nodes that have kept it.
     kept_by: dict[str, set[int]] = field(default_factory=dict)

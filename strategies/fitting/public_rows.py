@@ -23,7 +23,6 @@ from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.wire.arrays import from_arrays, tensors_in, to_arrays
 from fedrot.strategies.wire.fitting_messages import NOISY_SUM, NOISY_SUMS, PUBLIC
 from fedrot.strategies.wire.loaded_model import loaded
-from fedrot.task_head.names import task_head_names
 from fedrot.task_head.noisy.noisy_fit import fit_to_noisy_sums
 from fedrot.task_head.noisy.noisy_sums import NoisySums, capped_total, loud
 from fedrot.task_head.noisy.public_features import public_features
@@ -84,30 +83,7 @@ def fit_with_public_rows(
 
     nodes = [*clients.grid.get_node_ids()]
     content = {PUBLIC: to_arrays(vars(features.clipping))}
-    answers = _not_loud(clients.ask(nodes, NOISY_SUM, read, content, [body]))
-    total = capped_total([*answers.values()])
-    bias = task_head_names(clients.task_head)[1] in body.tensors
-    weight, offset, priors = fit_to_noisy_sums(total, features, bias)
-    arrays = body.with_head(weight, offset)
-    log(
-        INFO,
-        "Task head: fitted to noisy sums of %d of %d sites, about %.0f rows; a count "
-        "of all sites has noise of %.1f rows. No held-out rows have judged it.",
-        len(answers),
-        len(nodes),
-        total.rows,
-        float(total.variance.sqrt()),
-    )
-    return FittedTaskHead(
-        arrays,
-        fitted=True,
-        clients=len(answers),
-        priors=tuple(priors.tolist()),
-    )
-
-
-def _not_loud(answers: dict[int, NoisySums]) -> dict[int, NoisySums]:
-    """Return the answers whose noise does not hide those of the others."""
+    answers = clients.ask(nodes, NOISY_SUM, read, content, [body])
     left_out = loud({node: float(sums.variance) for node, sums in answers.items()})
     if left_out:
         log(
@@ -116,4 +92,22 @@ def _not_loud(answers: dict[int, NoisySums]) -> dict[int, NoisySums]:
             "the rows of all others. Their epsilon is much smaller, or they lie.",
             ", ".join(map(str, left_out)),
         )
-    return {node: sums for node, sums in answers.items() if node not in left_out}
+    kept = [sums for node, sums in answers.items() if node not in left_out]
+    total = capped_total(kept)
+    weight, offset, priors = fit_to_noisy_sums(total, features, body.has_bias)
+    arrays = body.with_head(weight, offset)
+    log(
+        INFO,
+        "Task head: fitted to noisy sums of %d of %d sites, about %.0f rows; a count "
+        "of all sites has noise of %.1f rows. No held-out rows have judged it.",
+        len(kept),
+        len(nodes),
+        total.rows,
+        float(total.variance.sqrt()),
+    )
+    return FittedTaskHead(
+        arrays,
+        fitted=True,
+        clients=len(kept),
+        priors=tuple(priors.tolist()),
+    )

@@ -20,6 +20,7 @@ from fedrot.strategies.fitting.class_priors import priors_of
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
 from fedrot.strategies.reporting.verdict import Metrics, Row
 from fedrot.strategies.wire.arrays import (
+    Precision,
     records_of_type,
     shapes_of,
     tensors_in,
@@ -126,7 +127,7 @@ def report_sites(
     task_head: str | None = None,
     config: ConfigRecord | None = None,
     timeout: float = 3600,
-    wire: torch.dtype | None = None,
+    wire: Precision = None,
 ) -> Sites:
     """Return what each site has from a model, and what it would have alone.
 

@@ -20,6 +20,10 @@ CLIENT_KEY = "partition-id"
 ADAPTER_RECORD = "fedrot-adapter"
 
 
+#: Metadata of sent messages; None if they are not known.
+Sent = list[Metadata] | None
+
+
 class Question(NamedTuple):
     """A message to a node; at most one reply of a round answers it."""
 
@@ -103,7 +107,7 @@ class Asked:
         return self._clients.get(question.node, question.node)
 
 
-def sent_by(grid: Grid | None, made: list[Metadata] | None) -> list[Metadata] | None:
+def sent_by(grid: Grid | None, made: Sent) -> Sent:
     """Return the messages that a grid has sent; else those that were ``made``."""
     # A subclass may have sent other messages than those that were made.
     return (grid.sent if isinstance(grid, LazyGrid) else []) or made

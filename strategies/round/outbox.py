@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from flwr.app import ArrayRecord, Message, RecordDict
@@ -12,6 +12,7 @@ from fedrot.strategies.round.update import Moved
 from fedrot.strategies.wire.arrays import (
     STATISTICS,
     TIED,
+    Precision,
     encode,
     from_arrays,
     model_records,
@@ -20,7 +21,7 @@ from fedrot.strategies.wire.arrays import (
     same_bits,
     to_arrays,
 )
-from fedrot.strategies.wire.flower_compat import NUMPY
+from fedrot.strategies.wire.flower_compat import NUMPY, Messages
 from fedrot.tensors import TensorDict, rounded
 
 
@@ -50,10 +51,10 @@ def common_model(messages: Sequence[Message], record: str | None) -> ArrayRecord
 
 
 def to_send(
-    messages: Iterable[Message],
+    messages: Messages,
     before: ArrayRecord,
     arrays: ArrayRecord,
-    wire: torch.dtype | None,
+    wire: Precision,
 ) -> list[Message]:
     """Return messages with ``arrays``, in the wire's precision, for ``before``."""
     changed = list(messages)

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from operator import attrgetter
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 from fedrot.aggregation import Mean
@@ -23,6 +23,7 @@ from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Builder, MovedBroadcast, Update, Updates
 from fedrot.strategies.settings import Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays
+from fedrot.strategies.wire.flower_compat import Messages
 from fedrot.strategies.wire.label_names import Names, check_names, wanted_names
 from fedrot.tensors import Tensors
 
@@ -50,7 +51,7 @@ def by_contents(updates: Updates) -> Updates:
 
 
 def play(
-    replies: Iterable[Message],
+    replies: Messages,
     inbox: Inbox,
     aligner: Aligner,
     merge: Merge,
@@ -158,7 +159,7 @@ class PlaysRounds(Strategy):
 
     def _played(
         self,
-        replies: Iterable[Message],
+        replies: Messages,
         asked: Asked,
         record: RoundRecord,
         in_front: str,

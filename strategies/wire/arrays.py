@@ -37,6 +37,9 @@ TIED = "fedrot.tied"
 #: configuration, of the kinds that the server wants this round, separated by commas.
 STATISTICS = "fedrot-statistics"
 
+#: The precision of floating-point tensors on the wire; None is their own.
+Precision = torch.dtype | None
+
 #: The precisions in which floating-point tensors can be sent.
 PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -65,7 +68,7 @@ _HEADER = 1024
 _ELEMENTS = 2**48
 
 
-def to_arrays(tensors: Tensors, dtype: torch.dtype | None = None) -> ArrayRecord:
+def to_arrays(tensors: Tensors, dtype: Precision = None) -> ArrayRecord:
     """Return a model's tensors as arrays, under all of their names.
 
     Tensors of one shape and layout that share memory (tied embeddings) are sent once.

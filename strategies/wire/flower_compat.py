@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -30,6 +30,9 @@ from flwr.supercore.task_identity import TaskIdentity
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from fedrot.tensors import LARGEST_WEIGHT
+
+#: Requests, or replies.
+Messages = Iterable[Message]
 
 #: Aggregates the clients' metrics, given the name of the weight.
 MetricsFunction = Callable[[list[RecordDict], str], MetricRecord]

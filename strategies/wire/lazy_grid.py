@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from flwr.app import Message, Metadata
 from flwr.serverapp import Grid
 
 from fedrot.errors import FedrotError
-from fedrot.strategies.wire.flower_compat import UNREADABLE, unavailable
+from fedrot.strategies.wire.flower_compat import UNREADABLE, Messages, unavailable
 
 #: Seconds between two polls for replies: the pause doubles up to the pause of Flower's
 #: own grids.
@@ -81,7 +81,7 @@ class Replies(Sequence[Message]):
             )
 
 
-def streamed(replies: Iterable[Message]) -> Iterable[Message]:
+def streamed(replies: Messages) -> Messages:
     """Return replies to be read once: replies of a ``LazyGrid`` are not stored."""
     return replies.stream() if isinstance(replies, Replies) else replies
 
@@ -106,7 +106,7 @@ class LazyGrid(Grid):
         self.replies = Replies({}, lambda asked: iter(()))
 
     def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
+        self, messages: Messages, *, timeout: float | None = None
     ) -> Replies:
         """Send messages, and return their replies, which are fetched when read."""
         asked = list(messages)

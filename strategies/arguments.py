@@ -20,13 +20,13 @@ from torch import nn
 
 from fedrot.errors import FedrotError, SymmetryError
 from fedrot.strategies.wire.arrays import from_arrays, shapes_of
-from fedrot.strategies.wire.flower_compat import Evaluate, callers
+from fedrot.strategies.wire.flower_compat import Evaluate, StageMetrics, callers
 from fedrot.symmetry import Symmetry, check_family, symmetry_of
 from fedrot.symmetry.resolve import equal_tables
 from fedrot.tensors import Shapes
 
 #: A model's symmetry, or the configuration from which it is built.
-Described = Symmetry | Mapping[str, Any] | object
+Described = object
 
 _UNQUOTED = ". (In pyproject.toml and --run-config, write numbers without quotes.)"
 
@@ -63,7 +63,7 @@ def read_evaluate(evaluate: Callable[[int, ArrayRecord], Any]) -> Evaluate:
     loss and a dictionary. Other results raise ``FedrotError``.
     """
 
-    def evaluated(number: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def evaluated(number: int, arrays: ArrayRecord) -> StageMetrics:
         result = evaluate(number, arrays)
         if result is None or isinstance(result, MetricRecord):
             return result

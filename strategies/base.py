@@ -37,7 +37,12 @@ from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
 from fedrot.strategies.wire.arrays import STATISTICS, from_arrays
 from fedrot.strategies.wire.fitting_messages import PRIORS
-from fedrot.strategies.wire.flower_compat import Aggregated, Evaluate, Messages
+from fedrot.strategies.wire.flower_compat import (
+    Aggregated,
+    Evaluate,
+    Messages,
+    StageMetrics,
+)
 from fedrot.strategies.wire.lazy_grid import LazyGrid, streamed
 from fedrot.tensors import checked_device
 
@@ -285,9 +290,7 @@ class ReplyStrategy(PlaysRounds):
         record.check_start(self._grid)
         return arrays, metrics
 
-    def aggregate_evaluate(
-        self, server_round: int, replies: Messages
-    ) -> MetricRecord | None:
+    def aggregate_evaluate(self, server_round: int, replies: Messages) -> StageMetrics:
         """Let the base strategy aggregate the readable evaluations."""
         sent = sent_by(self._grid, self._sent_to_evaluate)
         if sent == []:

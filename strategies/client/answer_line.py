@@ -105,8 +105,11 @@ def rows_noted(batches: Batches, kind: OutputKind, salt: bytes) -> Line:
         if kind.has_classes:
             places = (labels == 1).nonzero()[:, -1]
             classes |= {*(labels[labels >= 0] if kind.by_class else places).tolist()}
-    digest = f"{sum(hashes) % 2**256:064x}"
-    return {"rows": len(hashes), "classes": classes, "digest": digest}
+    return {
+        "rows": len(hashes),
+        "classes": classes,
+        "digest": f"{sum(hashes) % 2**256:064x}",
+    }
 
 
 def _hash_of_row(batch: Tensors, row: int, salt: bytes) -> int:

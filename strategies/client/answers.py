@@ -204,8 +204,9 @@ class _Request:
             kept: those that are not left out.
         """
         stage = self.config[STAGE]
-        sums = not bodies or stage in (SUM, NOISY_SUM)
-        name = "training" if sums else "held_out"
+        name = "held_out"
+        if not bodies or stage in (SUM, NOISY_SUM):
+            name = "training"
         if stage == REPORT and data.test is not None:
             name = "test"
         kind = OUTPUT_KINDS[self._problem_type]

@@ -70,6 +70,8 @@ class Exchange:
         self._held_out = [node for node, rows in counts.items() if rows.held_out]
         #: The groups of the clients that have sent sums.
         self._group = dict[int, int]()
+        #: Why no head fits the first body.
+        self._reason = ""
         #: Of the labels, for losses.
         self._units = torch.ones(1)
         if not self._held_out:
@@ -99,7 +101,7 @@ class Exchange:
         sums = {
             share: self._sums(body, bodies.values()) for share, body in bodies.items()
         }
-        fitted, reason = self._all_fitted(bodies, sums)
+        fitted = self._all_fitted(bodies, sums)
         reference = reference_among(next(iter(fitted.values())))
         groups = next(iter(sums.values()))
         candidates = [*chain.from_iterable(fitted.values())]
@@ -123,19 +125,18 @@ class Exchange:
                 )
                 return self._taken(choose(second, old, kept), second)
         if not reference.fitted:
-            raise UpdateError(reason)
+            raise UpdateError(self._reason)
         return self._taken(choose(votes, old, candidates), votes)
 
     def _all_fitted(
         self, bodies: Mapping[float, Body], sums: Mapping[float, Groups]
-    ) -> tuple[ByShare, str]:
-        """Return candidates by share, and why no head fits the first body, if so.
+    ) -> ByShare:
+        """Return candidates by share; keep the reason if no head fits the first body.
 
         The first body is then compared with its own head, since it may have a fitted
         one without some groups. Another body without a fitted head is no candidate.
         """
         fitted: ByShare = {}
-        reason = ""
         for share, body in bodies.items():
             unfitted = [body.unfitted(share)]
             try:
@@ -143,8 +144,8 @@ class Exchange:
             except FedrotError as error:
                 if not fitted:
                     fitted[share] = unfitted
-                    reason = str(error)
-        return fitted, reason
+                    self._reason = str(error)
+        return fitted
 
     def _first_votes(
         self,
@@ -245,8 +246,9 @@ class Exchange:
         """
         like = before[0]
         total = total_without(left_out, groups)
-        bias = like.body.has_bias
-        candidates = with_fitted_task_heads(like, total, shrinkages, bias, priors)
+        candidates = with_fitted_task_heads(
+            like, total, shrinkages, like.body.has_bias, priors
+        )
         if left_out:
             keep_absent(candidates, before, total.absent)
         return candidates

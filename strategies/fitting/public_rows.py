@@ -95,7 +95,6 @@ def fit_with_public_rows(
     kept = [sums for node, sums in answers.items() if node not in left_out]
     total = capped_total(kept)
     weight, offset, priors = fit_to_noisy_sums(total, features, body.has_bias)
-    arrays = body.with_head(weight, offset)
     log(
         INFO,
         "Task head: fitted to noisy sums of %d of %d sites, about %.0f rows; a count "
@@ -106,7 +105,7 @@ def fit_with_public_rows(
         float(total.variance.sqrt()),
     )
     return FittedTaskHead(
-        arrays,
+        body.with_head(weight, offset),
         fitted=True,
         clients=len(kept),
         priors=tuple(priors.tolist()),

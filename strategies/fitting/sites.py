@@ -174,8 +174,11 @@ def reported(
     outputs = len(head.bias)
     if not len(priors):
         priors = priors_of(clients, outputs)
-    shares = torch.as_tensor(priors, dtype=torch.float64)
-    sent = {"weight": head.weight, "bias": head.bias, "priors": shares}
+    sent = {
+        "weight": head.weight,
+        "bias": head.bias,
+        "priors": torch.as_tensor(priors, dtype=torch.float64),
+    }
     kind = OUTPUT_KINDS[clients.problem_type]
     labels, largest = (outputs, 1.0) if kind.has_classes else (0, kind.largest_loss)
     answers = clients.ask(

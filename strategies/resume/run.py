@@ -17,7 +17,12 @@ from fedrot.errors import FedrotError
 from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.wire.arrays import shapes_of
-from fedrot.strategies.wire.flower_compat import Aggregated, Evaluate, Messages
+from fedrot.strategies.wire.flower_compat import (
+    Aggregated,
+    Evaluate,
+    Messages,
+    StageMetrics,
+)
 
 Stop = Callable[[int, Result], bool]
 
@@ -159,9 +164,7 @@ class CheckpointedRun(Strategy):
             return []
         return self.strategy.configure_evaluate(server_round, arrays, config, grid)
 
-    def aggregate_evaluate(
-        self, server_round: int, replies: Messages
-    ) -> MetricRecord | None:
+    def aggregate_evaluate(self, server_round: int, replies: Messages) -> StageMetrics:
         """Return the metrics of the clients' evaluations."""
         noted = self.result.evaluate_metrics_clientapp
         if server_round > self.done:
@@ -174,7 +177,7 @@ class CheckpointedRun(Strategy):
             self._end_round(server_round)
         return noted.get(server_round)
 
-    def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def evaluate(self, server_round: int, arrays: ArrayRecord) -> StageMetrics:
         """Return the metrics of the server's evaluation: Flower's ``evaluate_fn``."""
         noted = self.result.evaluate_metrics_serverapp
         # Flower evaluates the initial model as round 0.
@@ -205,9 +208,7 @@ class CheckpointedRun(Strategy):
             )
 
 
-def _note(
-    noted: dict[int, MetricRecord], number: int, metrics: MetricRecord | None
-) -> None:
+def _note(noted: dict[int, MetricRecord], number: int, metrics: StageMetrics) -> None:
     """Store the metrics of a round, if there are any."""
     if metrics is not None:
         noted[number] = metrics

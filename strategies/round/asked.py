@@ -100,8 +100,7 @@ class Asked:
     @property
     def silent(self) -> list[int]:
         """The clients that have not answered, by their own ids or else by node id."""
-        silent = filter(self.questions.get, self.questions)
-        return sorted(map(self._client, silent))
+        return sorted(self._client(q) for q, waits in self.questions.items() if waits)
 
     def _client(self, question: Question) -> int:
         return self._clients.get(question.node, question.node)

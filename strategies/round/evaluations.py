@@ -50,7 +50,6 @@ def readable_evaluations(
         else:
             good.append(message)
     good = averageable(good, drop)
-    examples = sum(
-        read_weight(message.content, weighted_by, zero=True) for message in good
-    )
-    return (good if examples else []) + failed
+    if not any(read_weight(reply.content, weighted_by, zero=True) for reply in good):
+        return failed
+    return good + failed

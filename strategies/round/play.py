@@ -25,6 +25,7 @@ from fedrot.strategies.settings import Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.flower_compat import Messages
 from fedrot.strategies.wire.label_names import Names, check_names, wanted_names
+from fedrot.strategies.wire.statistics_record import Kinds
 from fedrot.tensors import Tensors
 
 #: Returns all updates of a round in the order in which they are merged.
@@ -133,7 +134,7 @@ class PlaysRounds(Strategy):
         """
         return None
 
-    def needs(self, server_round: int) -> tuple[str, ...]:
+    def needs(self, server_round: int) -> Kinds:
         """Return the kinds of statistics that every reply of a round must have."""
         return ()
 

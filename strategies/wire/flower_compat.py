@@ -34,14 +34,17 @@ from fedrot.tensors import LARGEST_WEIGHT
 #: Requests, or replies.
 Messages = Iterable[Message]
 
+#: Metrics of a stage; None if there are none.
+StageMetrics = MetricRecord | None
+
 #: Aggregates the clients' metrics, given the name of the weight.
 MetricsFunction = Callable[[list[RecordDict], str], MetricRecord]
 
 #: Evaluates a round's model at the server: Flower's ``evaluate_fn``.
-Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+Evaluate = Callable[[int, ArrayRecord], StageMetrics]
 
 #: The result of a round: the new model, None if the old one stays, and metrics.
-Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
+Aggregated = tuple[ArrayRecord | None, StageMetrics]
 
 #: The legacy workflows' record of the model, without names, shapes and dtypes.
 UNNAMED_MODEL = "fitins.parameters"

@@ -18,6 +18,9 @@ from fedrot.strategies.wire.arrays import (
 )
 from fedrot.tensors import Shapes, TensorDict
 
+#: Kinds of statistics.
+Kinds = tuple[str, ...]
+
 #: Separators of a kind from names, and of the names that share one matrix.
 _KIND = "/"
 _NAMES = "|"
@@ -26,7 +29,7 @@ _NAMES = "|"
 STATISTICS_PRECISIONS = (torch.float32, torch.bfloat16)
 
 
-def wanted_statistics(message: Message) -> tuple[str, ...]:
+def wanted_statistics(message: Message) -> Kinds:
     """Return the kinds of statistics that the server asks for in a training request."""
     for config in records_of_type(message.content, ConfigRecord).values():
         if STATISTICS in config:

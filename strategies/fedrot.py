@@ -130,7 +130,7 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
         # Clients' statistics are those of the sent update, not of its canonical form.
         self.alignment = self.alignment.as_it_is()
         if self.other_bases is not None:
-            self.other_bases.as_it_is()
+            self.other_bases.options = self.other_bases.options.as_it_is()
         options = self.all_options
         if any(each.canonical for each in options):
             raise FedrotError(

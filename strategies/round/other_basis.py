@@ -71,15 +71,6 @@ class OtherBases:
         self.evidence: Evidence | None = None
         self._prepared = False
 
-    def as_it_is(self) -> None:
-        """Use no canonical form unless asked for: statistics cannot follow it."""
-        self.options = self.options.as_it_is()
-
-    @property
-    def rotates(self) -> bool:
-        """True if the residual stream is rotated, not permuted."""
-        return self.options.rotates
-
     @property
     def needs_all(self) -> bool:
         """True if the anchor, or the clients to ask, depend on every reply."""
@@ -100,12 +91,12 @@ class OtherBases:
             tied = symmetry.tied or tied_tensors(model.state_dict())
             symmetry = replace(symmetry, tied=tied)
         self.options = self.options.for_model(symmetry)
-        if self.rotates:
+        if self.options.rotates:
             check_rotates(symmetry)
         if build is None:
             return
         config = settings_of(model.config)
-        symmetry = symmetry.rotated if self.rotates else symmetry
+        symmetry = symmetry.rotated if self.options.rotates else symmetry
         try:
             check_function(model, config, symmetry, self.options.parts)
         except SymmetryError as error:
@@ -116,7 +107,7 @@ class OtherBases:
             ) from error
         # For rotated streams, weights are better evidence than random tokens
         # (docs/explanation/stream.md).
-        if reads_text(config) and not self.rotates:
+        if reads_text(config) and not self.options.rotates:
             self.evidence = probing(build, config, symmetry)
         self._prepared = True
 
@@ -141,7 +132,9 @@ class FromOtherBases(ToAnchor):
         self.evidence = others.evidence
         self._matched: Found = {}
         #: Returns the request to a client about its tensors.
-        self._request = partial(request, exchange.config, canonical_form=others.rotates)
+        self._request = partial(
+            request, exchange.config, canonical_form=others.options.rotates
+        )
         super().__init__(plan, broadcast, record, shared)
 
     def _check(self, tensors: Tensors, with_activations: bool) -> None:
@@ -217,7 +210,8 @@ class FromOtherBases(ToAnchor):
     @property
     def _symmetry(self) -> Symmetry:
         """The symmetry of the moves that clients send."""
-        return self.plan.symmetry.rotated if self.others.rotates else self.plan.symmetry
+        rotates = self.others.options.rotates
+        return self.plan.symmetry.rotated if rotates else self.plan.symmetry
 
     def _matched_at_clients(self, updates: Updates) -> Found:
         """Return the alignments that clients found for their own updates."""

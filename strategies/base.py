@@ -29,6 +29,7 @@ from fedrot.strategies.reporting.verdict import (
     told,
 )
 from fedrot.strategies.resume.run import Stop, run
+from fedrot.strategies.resume.state import State
 from fedrot.strategies.round.asked import Asked, Sent, sent_by
 from fedrot.strategies.round.evaluations import readable_evaluations
 from fedrot.strategies.round.outbox import common_model, plain, to_send
@@ -352,7 +353,7 @@ class ReplyStrategy(PlaysRounds):
 
     # Checkpoints
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Return by name what may be a run's state: attributes not of one round.
 
         A checkpoint holds those that changed since the run began. A subclass may leave

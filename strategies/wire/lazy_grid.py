@@ -20,6 +20,10 @@ FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 3.0
 
 
+#: Messages by their ids.
+ById = dict[str, Message]
+
+
 def _forwarded(name: str) -> Callable[..., Any]:
     """Return a method that calls the wrapped grid's method of this name."""
 
@@ -41,8 +45,8 @@ class Replies(Sequence[Message]):
 
     def __init__(
         self,
-        asked: dict[str, Message],
-        fetch: Callable[[dict[str, Message]], Iterator[Message]],
+        asked: ById,
+        fetch: Callable[[ById], Iterator[Message]],
     ) -> None:
         self.asked = asked
         self._fetch = fetch
@@ -121,7 +125,7 @@ class LazyGrid(Grid):
         self.replies = Replies(waiting, partial(self._replies, end=end))
         return self.replies
 
-    def _replies(self, waiting: dict[str, Message], end: float) -> Iterator[Message]:
+    def _replies(self, waiting: ById, end: float) -> Iterator[Message]:
         pause = FIRST_PAUSE
         arrived = set[str]()
         while waiting:

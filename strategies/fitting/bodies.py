@@ -61,7 +61,7 @@ class Body:
         zero = weight.new_zeros(len(weight))
         return Candidate(self, weight, self.tensors.get(bias, zero), share)
 
-    def with_head(self, weight: Tensor, bias: Tensor) -> ArrayRecord:
+    def with_task_head(self, weight: Tensor, bias: Tensor) -> ArrayRecord:
         """Return the arrays of the model with another head."""
         names = task_head_names(self.task_head)
         layer = {name: self.tensors[name] for name in names if name in self.tensors}

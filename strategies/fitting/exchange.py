@@ -171,7 +171,7 @@ class Exchange:
         """Return the model that is taken, with its head at its best temperature."""
         taken = choice.taken
         weight = taken.weight / choice.temperature
-        arrays = taken.body.with_head(weight, taken.bias / choice.temperature)
+        arrays = taken.body.with_task_head(weight, taken.bias / choice.temperature)
         priors = () if taken.priors is None else tuple(taken.priors.tolist())
         temperature = choice.temperature * taken.divisor
         change = choice.change

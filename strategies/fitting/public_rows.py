@@ -105,7 +105,7 @@ def fit_with_public_rows(
         float(total.variance.sqrt()),
     )
     return FittedTaskHead(
-        body.with_head(weight, offset),
+        body.with_task_head(weight, offset),
         fitted=True,
         clients=len(kept),
         priors=tuple(priors.tolist()),

@@ -375,7 +375,7 @@ def tied_tensors(tensors: TensorsOrShapes) -> Ties:
     places: dict[object, list[str]] = defaultdict(list)
     for name, x in tensors.items():
         if isinstance(x, Tensor) and not x.is_meta and x.numel():
-            places[x.data_ptr(), x.dtype, x.shape, x.stride()].append(name)
+            places[x.device, x.data_ptr(), x.dtype, x.shape, x.stride()].append(name)
     return tuple(tuple(names) for names in places.values() if len(names) > 1)
 
 

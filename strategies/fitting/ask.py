@@ -143,18 +143,18 @@ class Clients:
         Raises:
             FedrotError: there is no usable answer; the message has the last reason.
         """
+        settings = {
+            BODIES: [body.key for body in bodies],
+            KEEP: [body.key for body in (*bodies, *keep)],
+            BETWEEN: [half.key for body in bodies for half in body.between],
+        }
         config = {
             **(self.config or {}),
             STAGE: stage,
             TASK_HEAD: self.task_head,
             PROBLEM_TYPE: self.problem_type,
+            **(settings if bodies else {}),
         }
-        if bodies:
-            config |= {
-                BODIES: [body.key for body in bodies],
-                KEEP: [body.key for body in (*bodies, *keep)],
-                BETWEEN: [half.key for body in bodies for half in body.between],
-            }
 
         def request(node: int) -> Message:
             # Asked once, since a client has to build its model for the names.

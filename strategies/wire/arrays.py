@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.wire.flower_compat import NUMPY
+from fedrot.symmetry.resolve import tied_tensors
 from fedrot.tensors import Shape, Shaped, TensorDict, Tensors, unusable
 
 R = TypeVar("R", ArrayRecord, MetricRecord, ConfigRecord)
@@ -85,26 +86,18 @@ def to_arrays(tensors: Tensors, dtype: Precision = None) -> ArrayRecord:
             (complex, float8, sparse).
     """
     check_precision("dtype", dtype)
-    arrays = ArrayRecord()
-    first = dict[tuple[object, ...], str]()
     for name, tensor in tensors.items():
         if why := unusable(tensor):
             raise FedrotError(f"The tensor '{name}' {why}.")
+    first = {name: names[0] for names in tied_tensors(tensors) for name in names[1:]}
+    arrays = ArrayRecord()
+    for name, tensor in tensors.items():
         wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
         sent = tensor.detach().to(wanted).cpu()
-        memory = (
-            tensor.device,
-            tensor.data_ptr(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-        )
-        if memory in first:
-            arrays[name] = _array(sent, TIED, first[memory].encode())
+        if name in first:
+            arrays[name] = _array(sent, TIED, first[name].encode())
         else:
             arrays[name] = encode(name, sent)
-            if tensor.numel():
-                first[memory] = name
     return arrays
 
 

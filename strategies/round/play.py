@@ -114,11 +114,11 @@ class PlaysRounds(Strategy):
     #: The model's configuration or symmetry, if it is known.
     model_config: object = None
 
-    # Base strategies may have any other names: these begin with an underscore.
     server: Server
     reporting: Reporting
     #: True if a round holds all updates until every reply has arrived.
     waits: bool
+    # The inbox and merges read these, too; base strategies may have the other names.
     _broadcast: ArrayRecord
     #: The strategy with weights: a privacy wrapper contains it.
     _weighting: object

@@ -52,18 +52,15 @@ def statistics_record(
         FedrotError: another dtype, or the name of a tensor has a '|'.
     """
     check_precision("dtype", dtype, STATISTICS_PRECISIONS)
-    odd = [
-        name for by_name in statistics.values() for name in by_name if _NAMES in name
-    ]
-    if odd:
-        raise FedrotError(
-            f"Statistics of '{odd[0]}' cannot be sent, because '{_NAMES}' separates "
-            "names. Rename the module."
-        )
     arrays = ArrayRecord()
     for kind, by_name in statistics.items():
         sharing: dict[int, list[str]] = {}
         for name, value in by_name.items():
+            if _NAMES in name:
+                raise FedrotError(
+                    f"Statistics of '{name}' cannot be sent, because '{_NAMES}' "
+                    "separates names. Rename the module."
+                )
             sharing.setdefault(id(value), []).append(name)
         for names in sharing.values():
             key = f"{kind}{_KIND}{_NAMES.join(names)}"

@@ -273,14 +273,14 @@ class Inbox:
         strategy.check_labels(message.metadata.src_node_id, read_names(content))
         tensors = self.schema.read(arrays, copy)
         statistics = read_statistics(content, self.schema.shapes, copy)
-        missing = [kind for kind in self.needs if not brings(statistics, kind)]
-        if missing:
-            raise UpdateError(
-                f"The reply has no statistics '{missing[0]}', which the aggregation "
-                "needs. Let the client call fedrot.strategies.add_statistics(content, "
-                "message, model, batches) before it replies "
-                "(docs/how-to/statistics.md)."
-            )
+        for kind in self.needs:
+            if not brings(statistics, kind):
+                raise UpdateError(
+                    f"The reply has no statistics '{kind}', which the aggregation "
+                    "needs. Let the client call "
+                    "fedrot.strategies.add_statistics(content, message, model, "
+                    "batches) before it replies (docs/how-to/statistics.md)."
+                )
         if statistics and not strategy.uses_statistics:
             log(
                 WARNING,

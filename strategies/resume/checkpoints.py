@@ -86,6 +86,7 @@ class Checkpointing:
             raise FedrotError(f"keep is {keep}; at least 1 checkpoint must be kept.")
         self.folder = Path(folder)
         self.keep = keep
+        self._written = (0, 0, hashlib.sha256())
 
     def rounds(self) -> list[int]:
         """Return the rounds that have a checkpoint, valid or damaged, in order."""

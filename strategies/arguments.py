@@ -20,12 +20,13 @@ from torch import nn
 
 from fedrot.errors import FedrotError, SymmetryError
 from fedrot.strategies.wire.arrays import from_arrays, shapes_of
-from fedrot.strategies.wire.flower_compat import Evaluate, callers
+from fedrot.strategies.wire.flower_compat import Evaluate, StageMetrics, callers
 from fedrot.symmetry import Symmetry, check_family, symmetry_of
-from fedrot.tensors import Shapes, Tensors
+from fedrot.symmetry.resolve import equal_tables
+from fedrot.tensors import Shapes
 
 #: A model's symmetry, or the configuration from which it is built.
-Described = Symmetry | Mapping[str, Any] | object
+Described = object
 
 _UNQUOTED = ". (In pyproject.toml and --run-config, write numbers without quotes.)"
 
@@ -62,7 +63,7 @@ def read_evaluate(evaluate: Callable[[int, ArrayRecord], Any]) -> Evaluate:
     loss and a dictionary. Other results raise ``FedrotError``.
     """
 
-    def evaluated(number: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def evaluated(number: int, arrays: ArrayRecord) -> StageMetrics:
         result = evaluate(number, arrays)
         if result is None or isinstance(result, MetricRecord):
             return result
@@ -129,23 +130,9 @@ def symmetry_for(described: object, arrays: ArrayRecord) -> Symmetry:
     if not isinstance(described, Symmetry):
         tensors = from_arrays(arrays)
         symmetry = symmetry_of(described, tensors)
-        return replace(symmetry, tied=symmetry.tied or _equal_tables(symmetry, tensors))
+        return replace(symmetry, tied=symmetry.tied or equal_tables(symmetry, tensors))
     check_shapes(described, shapes_of(arrays))
     return described
-
-
-def _equal_tables(symmetry: Symmetry, tensors: Tensors) -> tuple[tuple[str, ...], ...]:
-    """Return pairs of an embedding and an equal output table, which were tied."""
-    streams = {
-        s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots
-    }
-    others = sorted(streams - symmetry.readers)
-    pairs = list[tuple[str, str]]()
-    for reader in sorted(symmetry.readers):
-        table = tensors[reader]
-        alike = [name for name in others if tensors[name].shape == table.shape]
-        pairs += ((name, reader) for name in alike if torch.equal(tensors[name], table))
-    return tuple(pairs)
 
 
 def check_shapes(symmetry: Symmetry, shapes: Shapes) -> None:
@@ -178,7 +165,7 @@ def check_initial_arrays(arrays: object, described: object, align: bool) -> None
             "ArrayRecord(model.state_dict())."
         )
     for name, tensor in from_arrays(arrays).items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise FedrotError(
                 f"'{name}' in initial_arrays holds NaN or Inf. Give a finite model."
             )

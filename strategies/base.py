@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from logging import INFO, WARNING
 from typing import Any, NoReturn
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
@@ -29,16 +29,21 @@ from fedrot.strategies.reporting.verdict import (
     told,
 )
 from fedrot.strategies.resume.run import Stop, run
-from fedrot.strategies.round.asked import Asked, sent_by
+from fedrot.strategies.resume.state import State
+from fedrot.strategies.round.asked import Asked, Sent, sent_by
 from fedrot.strategies.round.evaluations import readable_evaluations
-from fedrot.strategies.round.merge import Wrapped
 from fedrot.strategies.round.outbox import common_model, plain, to_send
 from fedrot.strategies.round.play import PlaysRounds
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.settings import Checkpointing, Reporting, Server
 from fedrot.strategies.wire.arrays import STATISTICS, from_arrays
 from fedrot.strategies.wire.fitting_messages import PRIORS
-from fedrot.strategies.wire.flower_compat import Aggregated, Evaluate
+from fedrot.strategies.wire.flower_compat import (
+    Aggregated,
+    Evaluate,
+    Messages,
+    StageMetrics,
+)
 from fedrot.strategies.wire.lazy_grid import LazyGrid, streamed
 from fedrot.tensors import checked_device
 
@@ -98,8 +103,8 @@ class ReplyStrategy(PlaysRounds):
         self._config = ConfigRecord()
         self._grid: Grid | None = None
         self._timeout = 3600.0
-        self._sent: list[Metadata] | None = None
-        self._sent_to_evaluate: list[Metadata] | None = None
+        self._sent: Sent = None
+        self._sent_to_evaluate: Sent = None
         self._begun: int | None = None
         self._clients: dict[int, int] = {}
         self._verdicts: dict[int, str] = {}
@@ -215,7 +220,7 @@ class ReplyStrategy(PlaysRounds):
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
+    ) -> Messages:
         """Ask for statistics; store the model and requests for ``aggregate_train``."""
         if self.priors:
             config[PRIORS] = self.priors
@@ -235,7 +240,7 @@ class ReplyStrategy(PlaysRounds):
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
+    ) -> Messages:
         """Send the model in the precision of the wire, and store the requests."""
         if self.priors:
             config[PRIORS] = self.priors
@@ -246,9 +251,7 @@ class ReplyStrategy(PlaysRounds):
         self._sent_to_evaluate = [message.metadata for message in sent]
         return sent
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> Aggregated:
+    def aggregate_train(self, server_round: int, replies: Messages) -> Aggregated:
         """Read and move replies, let the base strategy aggregate them, and report."""
         sent = sent_by(self._grid, self._sent)
         if not sent and not replies:
@@ -263,15 +266,7 @@ class ReplyStrategy(PlaysRounds):
         merge, moved_broadcast = self._played(
             one_pass, Asked(sent, self._clients), record, in_front
         )
-        wrapped = Wrapped(
-            strategy=self,
-            wrapped_class=self.wrapped_class,
-            aggregate=super().aggregate_train,  # type: ignore[safe-super]
-            weighted_by=self._weighted_by,
-            broadcast=self._broadcast,
-            min_replies=self.server.min_replies,
-        )
-        arrays, metrics = merge.result(wrapped, moved_broadcast)
+        arrays, metrics = merge.result(self, moved_broadcast)
         if arrays is not None:
             arrays = self.finished(arrays, record)
         ours = record.metrics(self.aligns)
@@ -296,9 +291,7 @@ class ReplyStrategy(PlaysRounds):
         record.check_start(self._grid)
         return arrays, metrics
 
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
+    def aggregate_evaluate(self, server_round: int, replies: Messages) -> StageMetrics:
         """Let the base strategy aggregate the readable evaluations."""
         sent = sent_by(self._grid, self._sent_to_evaluate)
         if sent == []:
@@ -355,12 +348,12 @@ class ReplyStrategy(PlaysRounds):
     def wrapped_class(self) -> type:
         """The class whose ``aggregate_train`` receives the updates."""
         mro = type(self).__mro__
-        after = mro[mro.index(ReplyStrategy) + 1 :]
-        return next(cls for cls in after if "aggregate_train" in vars(cls))
+        behind = mro[mro.index(ReplyStrategy) + 1 :]
+        return next(cls for cls in behind if "aggregate_train" in vars(cls))
 
     # Checkpoints
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Return by name what may be a run's state: attributes not of one round.
 
         A checkpoint holds those that changed since the run began. A subclass may leave
@@ -376,6 +369,10 @@ class ReplyStrategy(PlaysRounds):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the attributes that a checkpoint holds."""
         vars(self).update(state)
+
+    def _aggregate_behind(self, server_round: int, replies: Messages) -> Aggregated:
+        """Let the base strategy aggregate."""
+        return super().aggregate_train(server_round, replies)  # type: ignore[safe-super]
 
     def _begin_round(self, server_round: int, arrays: ArrayRecord) -> None:
         if self.needs_model or self.aggregator(server_round) is not None:
@@ -399,7 +396,7 @@ class ReplyStrategy(PlaysRounds):
             self._begin_round(server_round, arrays)
         return arrays is not None
 
-    def _passed_on(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
+    def _passed_on(self, server_round: int, replies: Messages) -> Aggregated:
         """Let the base strategy aggregate replies to an unknown model."""
         if (
             self.needs_model
@@ -413,7 +410,7 @@ class ReplyStrategy(PlaysRounds):
                 "super().configure_train(server_round, arrays, config, grid) in its "
                 "configure_train, and change the messages that this call returns."
             )
-        arrays, metrics = super().aggregate_train(server_round, replies)  # type: ignore[safe-super]
+        arrays, metrics = self._aggregate_behind(server_round, replies)
         self._verdicts[server_round] = NOBODY if arrays is None else OFF
         report_metrics(self.reporting, server_round, TRAIN, metrics)
         return arrays, metrics

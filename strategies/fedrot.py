@@ -18,6 +18,7 @@ from fedrot.strategies.round.guard import Guard
 from fedrot.strategies.round.update import Builder
 from fedrot.strategies.settings import Checkpointing, OtherBasis, Reporting, Server
 from fedrot.strategies.wire.flower_compat import MetricsFunction
+from fedrot.strategies.wire.statistics_record import Kinds
 
 
 class FedRot(FitsTaskHead, Aligned, FedAvg):
@@ -111,7 +112,7 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
             train_metrics_aggr_fn=train_metrics_aggr_fn,
             evaluate_metrics_aggr_fn=evaluate_metrics_aggr_fn,
         )
-        self._kinds: tuple[str, ...] = ()
+        self._kinds: Kinds = ()
         if self.aggregation is not None:
             aggregator: object = self.aggregation()
             if not isinstance(aggregator, Aggregator):
@@ -129,7 +130,7 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
         # Clients' statistics are those of the sent update, not of its canonical form.
         self.alignment = self.alignment.as_it_is()
         if self.other_bases is not None:
-            self.other_bases.as_it_is()
+            self.other_bases.options = self.other_bases.options.as_it_is()
         options = self.all_options
         if any(each.canonical for each in options):
             raise FedrotError(
@@ -157,7 +158,7 @@ class FedRot(FitsTaskHead, Aligned, FedAvg):
             log(INFO, "\t├──> Aggregation: %s", type(self.aggregation()).__name__)
         super().summary()
 
-    def needs(self, server_round: int) -> tuple[str, ...]:
+    def needs(self, server_round: int) -> Kinds:
         """Return the aggregation's kinds of statistics."""
         return self._kinds
 

@@ -22,6 +22,7 @@ from fedrot.lora.averaging import (
 )
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.fitting.rounds import FitsTaskHead
+from fedrot.strategies.reporting.verdict import Row
 from fedrot.strategies.round.inbox import Schema
 from fedrot.strategies.round.merge import OF_THE_MEAN
 from fedrot.strategies.round.update import Builder
@@ -36,8 +37,10 @@ ERROR_OF_FACTORS = "fedrot-adapter-error-of-factors"
 LOST = "fedrot-adapter-lost"
 
 
-def adapter_record(config: LoraSettings | Mapping[str, Any] | object) -> ConfigRecord:
+def adapter_record(config: object) -> ConfigRecord:
     """Return the settings of a client's adapter, for the server to compare.
+
+    ``config`` is its ``LoraConfig``, or the content of ``adapter_config.json``.
 
     Example: ``content["fedrot-adapter"] =
     adapter_record(peft_model.peft_config["default"])``.
@@ -81,7 +84,7 @@ class AlignedLoRA(ReplyStrategy):
 
     def __init__(
         self,
-        settings: LoraSettings | Mapping[str, Any] | object,
+        settings: object,
         adapters: AdapterOptions | None = None,
         *args: Any,
         **kwargs: Any,
@@ -206,10 +209,10 @@ class AdapterSchema(Schema):
                 shapes[name] = (*wanted[:axis], rank, *wanted[axis + 1 :])
         check_update(tensors, shapes)
 
-    def about(self, tensors: Tensors) -> dict[str, Any]:
+    def about(self, tensors: Tensors) -> Row:
         """Return the ranks and targets of an adapter."""
-        ranks = sorted({len(tensors[pair.a]) for pair in pairs_of(tensors)})
-        return {"rank": ranks, "targets": _targets(tensors)}
+        ranks = {len(tensors[pair.a]) for pair in pairs_of(tensors)}
+        return {"rank": sorted(ranks), "targets": _targets(tensors)}
 
 
 def _targets(tensors: Iterable[str]) -> list[str]:

@@ -375,8 +375,22 @@ def tied_tensors(tensors: TensorsOrShapes) -> Ties:
     places: dict[object, list[str]] = defaultdict(list)
     for name, x in tensors.items():
         if isinstance(x, Tensor) and not x.is_meta and x.numel():
-            places[x.data_ptr(), x.dtype, x.shape, x.stride()].append(name)
+            places[x.device, x.data_ptr(), x.dtype, x.shape, x.stride()].append(name)
     return tuple(tuple(names) for names in places.values() if len(names) > 1)
+
+
+def equal_tables(symmetry: Symmetry, tensors: Tensors) -> Ties:
+    """Return pairs of an embedding and an equal output table, which were tied."""
+    streams = {
+        s.tensor for g in symmetry.groups if g.part == "residual" for s in g.slots
+    }
+    others = sorted(streams - symmetry.readers)
+    pairs = list[tuple[str, str]]()
+    for reader in sorted(symmetry.readers):
+        table = tensors[reader]
+        alike = [name for name in others if tensors[name].shape == table.shape]
+        pairs += ((name, reader) for name in alike if torch.equal(tensors[name], table))
+    return tuple(pairs)
 
 
 def _check_ties(symmetry: Symmetry) -> None:

@@ -132,7 +132,7 @@ def with_task_head(
     layer = {f"{task_head}.weight": weight}
     if f"{task_head}.bias" in tensors:
         layer[f"{task_head}.bias"] = bias
-    elif bool(bias.any()):
+    elif bias.any():
         raise FedrotError(
             f"The layer '{task_head}' has no bias: fit it with fitted_task_head(sums, "
             "bias=False)."

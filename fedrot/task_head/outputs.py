@@ -284,7 +284,7 @@ class SeveralLabels(_ValuePerOutput):
             kept = self.without_scarce(rows, scarce).reshape(-1, outputs)
             pairs = torch.stack([(kept == 1).sum(0), (kept == 0).sum(0)])
             few = (pairs > 0) & (pairs < minimum)
-            if not bool(few.any()):
+            if not few.any():
                 return scarce
             # Rows that are left out may leave few of another label.
             scarce |= few

@@ -131,7 +131,7 @@ class ClassSums:
     def unpacked(
         cls,
         arrays: Tensors,
-        shape: tuple[int, int],
+        shape: Shape,
         problem_type: str = SINGLE,
     ) -> ClassSums:
         """Return the sums that a client has ``packed``.
@@ -202,7 +202,7 @@ class ClassSums:
         squares = self.gram.diagonal() / self.rows
         mean = self.sums[self.kind.centres].sum(0) / self.rows
         of_all = squares - mean.square()
-        if not bool((of_all > ROUNDING * squares).any()):
+        if not (of_all > ROUNDING * squares).any():
             raise UpdateError(
                 "The features do not vary, or so little beside their means that sums "
                 "do not show it. Collect from other rows, or subtract a constant from "
@@ -226,7 +226,7 @@ def unlike(value: Tensor, shape: Shape) -> str:
     if value.dtype != torch.float64 or tuple(value.shape) != shape:
         actual = f"{value.dtype} of shape {list(value.shape)}"
         return f"are {actual}, not float64 {list(shape)}"
-    if not bool(torch.isfinite(value).all()):
+    if not torch.isfinite(value).all():
         return (
             "hold NaN or Inf. Check the client's training (learning rate, mixed "
             "precision)"

@@ -69,7 +69,7 @@ class Totals:
         """
         announced = self._rows[node]
         sizes = sums.kind.sizes(sums.counts)
-        if sums.rows > announced or bool((sizes != sizes.floor()).any()):
+        if sums.rows > announced or (sizes != sizes.floor()).any():
             raise UpdateError(
                 f"The sums are over {sums.rows:g} rows, announced were {announced}."
             )
@@ -136,7 +136,7 @@ def total_without(left_out: Sequence[int], groups: Groups) -> ClassSums:
     # A group may have sent sums of one body and none of another.
     others = [groups[group] for group in left_out if group in groups]
     counts = scarce * sum((sums.counts for sums in others), torch.zeros(()))
-    if not bool(counts.any()):
+    if not counts.any():
         return total
     sums = scarce.unsqueeze(1) * sum(other.sums for other in others)
     means = class_means(counts, sums)

@@ -15,6 +15,7 @@ from fedrot.errors import FedrotError
 from fedrot.strategies.wire.arrays import STATISTICS, check_precision, model_records
 from fedrot.strategies.wire.statistics_record import (
     STATISTICS_PRECISIONS,
+    Kinds,
     read_statistics,
     statistics_record,
     wanted_statistics,
@@ -33,7 +34,7 @@ def add_statistics(
     *,
     max_batches: int | None = None,
     dtype: torch.dtype = torch.float32,
-) -> tuple[str, ...]:
+) -> Kinds:
     """Collect the statistics that the server asks for, and add them to a reply.
 
     In a round in which the server asks for none, nothing is read and nothing is added.

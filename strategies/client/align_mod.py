@@ -6,10 +6,11 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from logging import INFO, WARNING
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, MessageType, RecordDict
+from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.common import log
 
 from fedrot.aggregation import Statistics
@@ -36,9 +37,6 @@ from fedrot.strategies.wire.flower_compat import (
 from fedrot.strategies.wire.statistics_record import read_statistics, statistics_record
 from fedrot.symmetry import Symmetry, symmetry_of
 from fedrot.tensors import Tensors, check_finite
-
-if TYPE_CHECKING:
-    from flwr.clientapp.typing import ClientAppCallable, Mod
 
 #: Computes statistics of an aligned update.
 Collector = Callable[[Message, Context, Tensors], Statistics]

@@ -18,6 +18,7 @@ from fedrot.strategies.client.answer_record import Line, Record
 from fedrot.strategies.client.client_rows import Batches
 from fedrot.strategies.client.ledger import release_of
 from fedrot.strategies.client.privacy import Privacy, labelled_texts
+from fedrot.strategies.wire.arrays import model_hash
 from fedrot.task_head.outputs import OutputKind
 from fedrot.tensors import Tensors
 
@@ -55,8 +56,11 @@ def noted(
                 f"The record '{record.path}' was removed or cut: it has {count} of the "
                 f"{known} lines of this run. Nothing is sent. Restore it from a copy."
             )
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        line = {"when": now, "run": context.run_id, **about(record.salt())}
+        line = {
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "run": context.run_id,
+            **about(record.salt()),
+        }
         if any(_other_rows(line, other) for other in lines):
             line["again"] = True
             what = (
@@ -100,16 +104,19 @@ def rows_noted(batches: Batches, kind: OutputKind, salt: bytes) -> Line:
         if kind.has_classes:
             places = (labels == 1).nonzero()[:, -1]
             classes |= {*(labels[labels >= 0] if kind.by_class else places).tolist()}
-    digest = f"{sum(hashes) % 2**256:064x}"
-    return {"rows": len(hashes), "classes": classes, "digest": digest}
+    return {
+        "rows": len(hashes),
+        "classes": classes,
+        "digest": f"{sum(hashes) % 2**256:064x}",
+    }
 
 
 def _hash_of_row(batch: Tensors, row: int, salt: bytes) -> int:
     """Return the hash of a row's tensors, without padding."""
-    digest = hashlib.sha256(salt)
+    tensors = dict[str, Tensor]()
     count = batch["labels"].shape[:1]
     mask = batch.get("attention_mask")
-    for name, values in sorted(batch.items()):
+    for name, values in batch.items():
         if not isinstance(values, Tensor) or values.shape[:1] != count:
             continue
         value = values[row]
@@ -117,7 +124,7 @@ def _hash_of_row(batch: Tensors, row: int, salt: bytes) -> int:
         by_token = name != "labels" or not value.is_floating_point()
         if mask is not None and by_token and values.shape[: mask.ndim] == mask.shape:
             value = value[mask[row].bool()]
-        digest.update(f"{name}{[*value.shape]}".encode())
         # Exact for all numbers of rows, also of another dtype.
-        digest.update(value.double().cpu().numpy().tobytes())
+        tensors[name] = value.double()
+    digest = hashlib.sha256(salt + model_hash(tensors).encode())
     return int.from_bytes(digest.digest())

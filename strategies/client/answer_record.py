@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Record:
         """Return the random bytes of this record, which no other record has."""
         return bytes.fromhex(self._all()[0][SALT])
 
-    def append(self, line: Mapping[str, Any]) -> None:
+    def append(self, line: Line) -> None:
         """Write the file anew, with a further line."""
         self._write(*self._all(), line)
 
@@ -77,7 +77,7 @@ class Record:
             )
         return lines
 
-    def _write(self, *lines: Mapping[str, Any]) -> None:
+    def _write(self, *lines: Line) -> None:
         with replacing(self.path) as temporary:
             temporary.touch(0o600)
             temporary.write_text("".join(map(json_line, lines)), encoding="utf-8")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from logging import ERROR, WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from flwr.app import (
@@ -16,12 +15,18 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
+from flwr.clientapp import ClientApp
 from flwr.common import log
 
 from fedrot.errors import FedrotError
 from fedrot.strategies.client.answer_line import noted, rows_noted
 from fedrot.strategies.client.answer_record import Line
-from fedrot.strategies.client.client_rows import Batches, LabelledRows, read_rows
+from fedrot.strategies.client.client_rows import (
+    Batches,
+    LabelledRows,
+    labels_of,
+    read_rows,
+)
 from fedrot.strategies.client.ledger import BudgetSpent
 from fedrot.strategies.client.privacy import USUAL_PRIVACY, Privacy
 from fedrot.strategies.client.shelf import Shelf
@@ -67,9 +72,6 @@ from fedrot.task_head.site_figures import site_figures
 from fedrot.task_head.site_head import collect_counts
 from fedrot.task_head.sums import ClassSums, collect_classes
 from fedrot.tensors import Tensors
-
-if TYPE_CHECKING:
-    from flwr.clientapp import ClientApp
 
 #: Runs with a warning.
 _WARNED = set[int]()
@@ -178,7 +180,19 @@ class _Request:
             return ()
         if not self._task_head:
             return [from_arrays(self._arrays[MODEL])]
-        return self._bodies()
+        between = self._keys(BETWEEN)
+        bodies = list[Tensors]()
+        for place, key in enumerate(self._keys(BODIES)):
+            sent = self._arrays.get(f"{MODEL}-{place}")
+            if sent is None:
+                body = self._shelf.read(key, between)
+            else:
+                body = self._shelf.keep(key, from_arrays(sent))
+            if body is None:
+                return None
+            bodies.append(body)
+        self._shelf.drop_others(self._keys(KEEP))
+        return bodies
 
     def line(
         self,
@@ -194,8 +208,9 @@ class _Request:
             kept: those that are not left out.
         """
         stage = self.config[STAGE]
-        sums = not bodies or stage in (SUM, NOISY_SUM)
-        name = "training" if sums else "held_out"
+        name = "held_out"
+        if not bodies or stage in (SUM, NOISY_SUM):
+            name = "training"
         if stage == REPORT and data.test is not None:
             name = "test"
         kind = OUTPUT_KINDS[self._problem_type]
@@ -227,81 +242,57 @@ class _Request:
             noise: the multiplier of noisy sums; see ``noisy_sums``.
         """
         stage = self.config[STAGE]
+        kind = self._task_head, self._problem_type
+        training = partial(read_rows, data, "training")
+        held_out = read_rows(data, "held_out")
         if stage == COUNT:
-            counts = {
-                name: self._labelled(read_rows(data, name))
-                for name in ("training", "held_out")
-            }
-            return RecordDict({ROWS: MetricRecord({**counts})})
-        if stage == COUNT_CLASSES:
-            rows = read_rows(data, "training")
-            by_class = collect_counts(data.build(), rows, self._problem_type)
-            return RecordDict({COUNTS: to_arrays({"counts": by_class})})
+            counts = MetricRecord(
+                {
+                    "training": self._labelled(training()),
+                    "held_out": self._labelled(held_out),
+                }
+            )
+            return RecordDict({ROWS: counts})
         if self.silent(data):
             return _withheld()
-        if stage == NOISY_SUM:
-            clipping = Clipping(**from_arrays(self._arrays[PUBLIC]))
-            noisy = noisy_sums(
-                loaded(data.build(), bodies[0]),
-                read_rows(data, "training"),
-                self._task_head,
-                clipping,
-                noise,
-            )
-            return RecordDict({NOISY_SUMS: to_arrays(noisy.packed())})
-        if not self._task_head:
-            model = loaded(data.build(), bodies[0])
-            losses = collect_losses(model, read_rows(data, "held_out"))
-            return RecordDict({LOSSES: to_arrays(vars(losses))})
-        return self._about(bodies, data)
-
-    def _about(self, bodies: Sequence[Tensors], data: LabelledRows) -> RecordDict:
-        """Return sums, losses of task heads, or the figures of a site."""
-        stage = self.config[STAGE]
-        kind = self._task_head, self._problem_type
+        model = data.build()
+        if stage == COUNT_CLASSES:
+            by_class = collect_counts(model, training(), self._problem_type)
+            return RecordDict({COUNTS: to_arrays({"counts": by_class})})
         records = sorted(self._arrays.items())
         heads = [from_arrays(arrays) for name, arrays in records if TASK_HEADS in name]
         if stage == REPORT:
             layer = heads[0]["weight"], heads[0]["bias"]
             last = with_task_head(bodies[-1], self._task_head, *layer)
             bodies = [bodies[0], last]
-        model = data.build()
         # One model receives the bodies one after the other.
         models = (loaded(model, body) for body in bodies)
+        if stage == NOISY_SUM:
+            clipping = Clipping(**from_arrays(self._arrays[PUBLIC]))
+            noisy = noisy_sums(
+                next(models), training(), self._task_head, clipping, noise
+            )
+            return RecordDict({NOISY_SUMS: to_arrays(noisy.packed())})
         if stage == SUM:
-            sums = collect_classes(next(models), read_rows(data, "training"), *kind)
+            sums = collect_classes(next(models), training(), *kind)
             _warn_of_few(self._run, sums)
             return RecordDict({SUMS: to_arrays(sums.packed())})
-        held_out = [*read_rows(data, "held_out")]
         if stage == REPORT:
-            training = partial(read_rows, data, "training")
-            test = held_out if data.test is None else [*read_rows(data, "test")]
-            judges = held_out if self._labelled(held_out) else []
+            chosen_by = [*held_out]
+            test = chosen_by if data.test is None else [*read_rows(data, "test")]
+            judges = chosen_by if self._labelled(chosen_by) else []
             priors = heads[0]["priors"]
             figures = site_figures(models, priors, training, judges, test, *kind)
             site = ConfigRecord({"name": str(data.name), "chose": data.test is None})
             return RecordDict({FIGURES: to_arrays(figures), SITE: site})
-        task_heads = [TaskHeads(**tensors) for tensors in heads]
-        losses = compare_losses(
-            models, held_out, self._task_head, task_heads, self._problem_type
-        )
+        if self._task_head:
+            task_heads = [TaskHeads(**tensors) for tensors in heads]
+            losses = compare_losses(
+                models, [*held_out], self._task_head, task_heads, self._problem_type
+            )
+        else:
+            losses = collect_losses(next(models), held_out)
         return RecordDict({LOSSES: to_arrays(vars(losses))})
-
-    def _bodies(self) -> list[Tensors] | None:
-        """Return the request's bodies, sent or kept; None if one is lacking."""
-        between = self._keys(BETWEEN)
-        bodies = list[Tensors]()
-        for place, key in enumerate(self._keys(BODIES)):
-            sent = self._arrays.get(f"{MODEL}-{place}")
-            if sent is None:
-                body = self._shelf.read(key, between)
-            else:
-                body = self._shelf.keep(key, from_arrays(sent))
-            if body is None:
-                return None
-            bodies.append(body)
-        self._shelf.drop_others(self._keys(KEEP))
-        return bodies
 
     def _keys(self, name: str) -> list[str]:
         # Flower sends an empty list as another type.
@@ -309,13 +300,9 @@ class _Request:
         return [str(key) for key in keys] if isinstance(keys, list) else []
 
     def _labelled(self, batches: Batches) -> int:
-        """Return how many rows have a label.
-
-        Requests for sums and losses say what is wrong with others.
-        """
+        """Return how many rows have a label."""
         has_label = OUTPUT_KINDS[self._problem_type].has_label
-        labels = (batch["labels"] for batch in batches if "labels" in batch)
-        return sum(int(has_label(of_batch).sum()) for of_batch in labels)
+        return sum(int(has_label(labels).sum()) for labels in labels_of(batches))
 
 
 def _warn_of_few(run: int, sums: ClassSums) -> None:

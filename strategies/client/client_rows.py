@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedrot.errors import FedrotError
 from fedrot.strategies.arguments import check_functions
@@ -13,6 +13,9 @@ from fedrot.task_head.labelled_rows import as_batch
 from fedrot.tensors import Tensors
 
 Batches = Iterable[Tensors]
+
+#: Returns a model.
+Builds = Callable[[], nn.Module]
 
 #: Returns rows of a client.
 ReadsRows = Callable[[], Batches]
@@ -40,7 +43,7 @@ class LabelledRows:
             accuracies and macro F1 of three heads on its rows (``report_sites``).
     """
 
-    build: Callable[[], nn.Module]
+    build: Builds
     training: ReadsRows
     held_out: ReadsRows
     test: ReadsRows | None = None
@@ -49,6 +52,11 @@ class LabelledRows:
 
     def __post_init__(self) -> None:
         check_functions(self, "build", "training", "held_out", "test")
+
+
+def labels_of(batches: Batches) -> Iterator[Tensor]:
+    """Yield the labels of batches; requests say what is wrong with those without."""
+    return (batch["labels"] for batch in batches if "labels" in batch)
 
 
 def read_rows(data: LabelledRows, name: str) -> Iterator[Tensors]:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from fedrot.errors import FedrotError
 from fedrot.strategies.client.answer_record import Line
-
-if TYPE_CHECKING:
-    from fedrot.strategies.client.privacy import Privacy
+from fedrot.strategies.client.privacy import Privacy
 
 #: Accepted rounding of an accountant, relative to epsilon.
 _ROUNDING = 1e-6

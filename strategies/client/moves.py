@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
-from torch import nn
+from flwr.clientapp import ClientApp
 
 from fedrot.alignment.align import Alignment, align, alignment_of
 from fedrot.alignment.learning import LearningOptions, learn_alignment, loss_of
@@ -23,9 +22,10 @@ from fedrot.collect.random_inputs import forward_inputs
 from fedrot.errors import UpdateError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.arguments import check_functions
+from fedrot.strategies.client.client_rows import Builds, ReadsRows
 from fedrot.strategies.wire.arrays import (
-    array_record,
     from_arrays,
+    tensors_in,
     to_arrays,
 )
 from fedrot.strategies.wire.flower_compat import failure_of
@@ -33,9 +33,6 @@ from fedrot.symmetry import WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
 from fedrot.symmetry.groups import Move
 from fedrot.tensors import Tensors
-
-if TYPE_CHECKING:
-    from flwr.clientapp import ClientApp
 
 #: The action of the request, its message type, and the names of its records.
 ACTION = "fedrot_match"
@@ -68,8 +65,8 @@ class Matching:
             ``learning.steps`` training steps.
     """
 
-    build: Callable[[], nn.Module]
-    batches: Callable[[], Iterable[Tensors]]
+    build: Builds
+    batches: ReadsRows
     options: AlignmentOptions = OTHER_BASIS_OPTIONS
     learning: LearningOptions = field(default_factory=LearningOptions)
 
@@ -142,10 +139,10 @@ def _match(message: Message, matching: Matching) -> Alignment:
 
 
 def request(
-    anchor: Tensors,
-    update: Tensors,
     config: ConfigRecord,
     node: int,
+    anchor: Tensors,
+    update: Tensors,
     *,
     canonical_form: bool = False,
     learn: bool = False,
@@ -166,7 +163,7 @@ def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:
     """
     if message.has_error():
         raise UpdateError(failure_of(message, "fedrot.strategies.match_at_client"))
-    elements = from_arrays(array_record(message.content, ELEMENTS))
+    elements = tensors_in(message.content, ELEMENTS)
     groups = {group.name: group for group in symmetry.groups}
     moves = list[Move]()
     for name, element in elements.items():

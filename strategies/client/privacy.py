@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from fedrot.errors import FedrotError
-from fedrot.strategies.client.client_rows import LabelledRows, ReadsRows, read_rows
+from fedrot.strategies.client.client_rows import LabelledRows, labels_of, read_rows
 from fedrot.task_head.outputs import OUTPUT_KINDS, OutputKind
 from fedrot.tensors import Tensors
 
@@ -97,18 +96,15 @@ class Privacy:
             return data
         kind = OUTPUT_KINDS[problem_type]
         minimum = self.min_class_rows
-        scarce = kind.scarce([*_labels(data, "training")], minimum)
-        kept = replace(
-            data,
-            training=_without(kind, data, "training", scarce, self.min_rows),
-            held_out=_without(kind, data, "held_out", scarce, minimum),
-        )
+        scarce = kind.scarce([*labels_of(read_rows(data, "training"))], minimum)
+        kept = _without(kind, data, "training", scarce, self.min_rows)
+        kept = _without(kind, kept, "held_out", scarce, minimum)
         if data.test is None:
             return kept
         # Classes with few test rows are left out of the test rows that are left.
-        kept = replace(kept, test=_without(kind, data, "test", scarce, minimum))
-        of_test = kind.scarce([*_labels(kept, "test")], minimum)
-        return replace(kept, test=_without(kind, kept, "test", of_test, minimum))
+        kept = _without(kind, kept, "test", scarce, minimum)
+        of_test = kind.scarce([*labels_of(read_rows(kept, "test"))], minimum)
+        return _without(kind, kept, "test", of_test, minimum)
 
 
 #: What is left out where nothing else is set.
@@ -123,15 +119,10 @@ def labelled_texts(kind: OutputKind, labels: Tensor) -> Tensor:
     return kind.has_label(labels).unsqueeze(-1).flatten(1).any(1)
 
 
-def _labels(data: LabelledRows, name: str) -> Iterator[Tensor]:
-    """Yield the labels of a client's batches; requests refuse batches without."""
-    return (batch["labels"] for batch in read_rows(data, name) if "labels" in batch)
-
-
 def _without(
     kind: OutputKind, data: LabelledRows, name: str, scarce: Tensor, fewest: int
-) -> ReadsRows:
-    """Return what reads rows without the scarce ones; none if fewer are left."""
+) -> LabelledRows:
+    """Return rows without the scarce ones of this name; none if fewer are left."""
 
     def read() -> Iterator[Tensors]:
         for batch in read_rows(data, name):
@@ -140,7 +131,5 @@ def _without(
                 batch = {**batch, "labels": labels}
             yield batch
 
-    batches = (batch for batch in read() if "labels" in batch)
-    texts = [labelled_texts(kind, batch["labels"]) for batch in batches]
-    left = int(torch.cat(texts).sum()) if texts else 0
-    return read if left >= fewest else list
+    left = sum(int(labelled_texts(kind, labels).sum()) for labels in labels_of(read()))
+    return replace(data, **{name: read if left >= fewest else list})

@@ -99,5 +99,5 @@ class Shelf:
         return None
 
     def _path(self, key: str) -> Path:
-        name = hashlib.sha256(key.encode()).hexdigest()
-        return self._folder / f"{name}.safetensors"
+        digest = hashlib.sha256(key.encode())
+        return self._folder / f"{digest.hexdigest()}.safetensors"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from logging import INFO, WARNING
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from fedrot.errors import FedrotError, UpdateError, legible, refusal
 from fedrot.strategies.fitting.bodies import Body
 from fedrot.strategies.round.asked import Asked
-from fedrot.strategies.wire.arrays import array_record, from_arrays, records_of_type
+from fedrot.strategies.wire.arrays import records_of_type, tensors_in
 from fedrot.strategies.wire.fitting_messages import (
     BETWEEN,
     BODIES,
@@ -127,6 +126,8 @@ class Clients:
         stage: str,
         read: Callable[[int, RecordDict], T],
         content: Mapping[str, Any] | None = None,
+        bodies: Sequence[Body] = (),
+        keep: Sequence[Body] = (),
     ) -> dict[int, T]:
         """Return what ``read`` makes of each answer, by node.
 
@@ -136,61 +137,55 @@ class Clients:
         Args:
             content: sent to every node, beside the configuration.
             read: raises an error if an answer cannot be used.
+            bodies: that are asked about; nodes that have kept them do not receive them.
+            keep: bodies of later requests, which clients shall keep beside these.
 
         Raises:
             FedrotError: there is no usable answer; the message has the last reason.
-        """
-        request = self._content(stage, content or {}, {})
-        return self._ask(dict.fromkeys(nodes, request), read)
-
-    def ask_about(
-        self,
-        bodies: Sequence[Body],
-        nodes: Iterable[int],
-        stage: str,
-        read: Callable[[int, RecordDict], T],
-        content: Mapping[str, Any] | None = None,
-        keep: Sequence[Body] = (),
-    ) -> dict[int, T]:
-        """``ask`` about ``bodies``; nodes that have kept them do not receive them.
-
-        Args:
-            keep: bodies of later requests, which clients shall keep beside these.
         """
         settings = {
             BODIES: [body.key for body in bodies],
             KEEP: [body.key for body in (*bodies, *keep)],
             BETWEEN: [half.key for body in bodies for half in body.between],
         }
+        config = {
+            **(self.config or {}),
+            STAGE: stage,
+            TASK_HEAD: self.task_head,
+            PROBLEM_TYPE: self.problem_type,
+            **(settings if bodies else {}),
+        }
 
-        # Nodes that have kept the same bodies receive one and the same content.
-        @cache
-        def content_for(kept: frozenset[Body]) -> RecordDict:
-            records = dict(content or {})
+        def request(node: int) -> Message:
+            # Asked once, since a client has to build its model for the names.
+            asking = {} if node in self.names else {LABELS: True}
+            records = {**(content or {}), "config": ConfigRecord({**config, **asking})}
             for place, body in enumerate(bodies):
-                if body not in kept:
+                if not body.has(node):
                     records[f"{MODEL}-{place}"] = body.sent
-            return self._content(stage, records, settings)
+            return Message(
+                RecordDict(records), dst_node_id=node, message_type=MESSAGE_TYPE
+            )
 
         answers: dict[int, T] = {}
         lacking: list[int] = []
 
         def take(node: int, answer: RecordDict) -> None:
-            if LACKS in records_of_type(answer, ConfigRecord):
+            if bodies and LACKS in records_of_type(answer, ConfigRecord):
                 lacking.append(node)
                 return
             answers[node] = read(node, answer)
             for body in bodies:
                 body.kept_by.add(node)
 
-        kept = {node: frozenset(b for b in bodies if b.has(node)) for node in nodes}
+        requests = [request(node) for node in nodes if node not in self.without]
         # Without the nodes whose labels mean something else.
-        right = {*self._ask({node: content_for(kept[node]) for node in kept}, take)}
+        right = {*self._ask(requests, take)}
         if lacking:
             for body in bodies:
                 for lost in (body, *body.between):
                     lost.kept_by.difference_update(lacking)
-            again = dict.fromkeys(lacking, content_for(frozenset()))
+            again = [request(node) for node in lacking]
             with suppress(FedrotError):
                 right |= {*self._ask(again, take)}
         answers = {node: answers[node] for node in answers if node in right}
@@ -200,36 +195,10 @@ class Clients:
             )
         return answers
 
-    def _content(
-        self, stage: str, records: Mapping[str, Any], settings: Mapping[str, Any]
-    ) -> RecordDict:
-        config = {
-            **(self.config or {}),
-            STAGE: stage,
-            TASK_HEAD: self.task_head,
-            PROBLEM_TYPE: self.problem_type,
-            **settings,
-        }
-        return RecordDict({**records, "config": ConfigRecord(config)})
-
-    def _request(self, node: int, content: RecordDict) -> Message:
-        """Return a request to a node; the first one asks for names of labels, too."""
-        content = RecordDict({**content})
-        # Asked once, since a client has to build its model for the names.
-        if node not in self.names:
-            asking = {**content.config_records["config"], LABELS: True}
-            content["config"] = ConfigRecord(asking)
-        return Message(content, dst_node_id=node, message_type=MESSAGE_TYPE)
-
     def _ask(
-        self, contents: Mapping[int, RecordDict], read: Callable[[int, RecordDict], T]
+        self, requests: Sequence[Message], read: Callable[[int, RecordDict], T]
     ) -> dict[int, T]:
-        unnamed = contents.keys() - self.names.keys()
-        requests = [
-            self._request(node, content)
-            for node, content in contents.items()
-            if node not in self.without
-        ]
+        asked_for_names = {r.metadata.dst_node_id for r in requests} - self.names.keys()
         lazy = self.grid if isinstance(self.grid, LazyGrid) else LazyGrid(self.grid)
         replies = lazy.send_and_receive(requests, timeout=self.timeout)
         asked = Asked(lazy.sent)
@@ -261,7 +230,7 @@ class Clients:
         for node in asked.silent:
             leave_out(node, "no answer before the timeout.")
         wanted = wanted_names(self.described, self.names)
-        if unnamed and not wanted and len({*self.names.values()} - {()}) > 1:
+        if asked_for_names and not wanted and len({*self.names.values()} - {()}) > 1:
             log(
                 WARNING,
                 "Clients' labels differ, and no order is that of most clients: %s",
@@ -301,10 +270,10 @@ def read_rows(node: int, content: RecordDict) -> RowCounts:
 
 def read_losses(node: int, content: RecordDict, heads: int) -> LossSums:
     """Return a client's losses of so many heads."""
-    losses = LossSums(**from_arrays(array_record(content, LOSSES)))
-    answered = len(losses.counts) - 1
-    if answered != heads or not bool(are_counts(losses.counts).all()):
+    losses = LossSums(**tensors_in(content, LOSSES))
+    of_heads = len(losses.counts) - 1
+    if of_heads != heads or not are_counts(losses.counts).all():
         raise UpdateError(
-            f"The losses are of {answered} heads and {losses.rows:g} rows."
+            f"The losses are of {of_heads} heads and {losses.rows:g} rows."
         )
     return losses

@@ -10,8 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flwr.app import ArrayRecord
+from torch import Tensor
 
+from fedrot.strategies.wire.arrays import to_arrays
 from fedrot.task_head.choice import Candidate
+from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.names import task_head_names
 from fedrot.tensors import Tensors
 
@@ -45,6 +48,11 @@ class Body:
             return True
         return bool(self.between) and all(node in b.kept_by for b in self.between)
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether the task head has a bias."""
+        return task_head_names(self.task_head)[1] in self.tensors
+
     def unfitted(self, share: float) -> Candidate[Body]:
         """Return the body with its own head; see ``Candidate`` for the share."""
         name, bias = task_head_names(self.task_head)
@@ -52,3 +60,10 @@ class Body:
         # A layer without a bias is one with a bias of 0.
         zero = weight.new_zeros(len(weight))
         return Candidate(self, weight, self.tensors.get(bias, zero), share)
+
+    def with_task_head(self, weight: Tensor, bias: Tensor) -> ArrayRecord:
+        """Return the arrays of the model with another head."""
+        names = task_head_names(self.task_head)
+        layer = {name: self.tensors[name] for name in names if name in self.tensors}
+        head = with_task_head(layer, self.task_head, weight, bias)
+        return ArrayRecord({**self.arrays, **to_arrays(head)})

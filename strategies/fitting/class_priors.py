@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
@@ -11,11 +9,10 @@ from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.fitting.ask import Clients, are_counts
-from fedrot.strategies.wire.arrays import array_record, from_arrays
+from fedrot.strategies.wire.arrays import tensors_in
 from fedrot.strategies.wire.fitting_messages import COUNT_CLASSES, COUNTS
 from fedrot.task_head.outputs import (
     OUTPUT_KINDS,
-    OutputKind,
     outputs_of,
     problem_type_of,
 )
@@ -57,10 +54,9 @@ def class_priors(
     Raises:
         FedrotError: no client gives a usable answer, or none has labelled rows.
     """
-    kind = problem_type_of(model_config)
     clients = Clients(
         grid,
-        problem_type=kind,
+        problem_type=problem_type_of(model_config),
         config=config,
         timeout=timeout,
         described=model_config,
@@ -73,8 +69,22 @@ def priors_of(clients: Clients, outputs: int) -> list[float]:
     kind = OUTPUT_KINDS[clients.problem_type]
     if not kind.has_classes:
         return []
-    read = partial(_counts, kind=kind, outputs=outputs)
-    answers = clients.ask([*clients.grid.get_node_ids()], COUNT_CLASSES, read)
+    size = outputs if kind.by_class else 1 + outputs
+
+    def read(node: int, content: RecordDict) -> Tensor:
+        """Return a client's numbers of rows by class, or with each label."""
+        counts = tensors_in(content, COUNTS)["counts"]
+        fits = counts.shape == (size,) and counts.dtype == torch.float64
+        # No label has more rows than there are.
+        possible = are_counts(counts) & (counts <= counts[kind.centres].sum())
+        if not fits or not possible.all():
+            raise UpdateError(
+                f"The counts are {counts.dtype} {counts.tolist()!r:.100}, not {size} "
+                "numbers of rows in float64."
+            )
+        return counts
+
+    answers = clients.ask(clients.grid.get_node_ids(), COUNT_CLASSES, read)
     # Sums of floats depend on their order.
     counts = torch.stack([of_node for _, of_node in sorted(answers.items())])
     counts = counts[counts.any(1)]
@@ -83,18 +93,3 @@ def priors_of(clients: Clients, outputs: int) -> list[float]:
     rows = counts[:, kind.centres].sum(1)
     weights = torch.tensor(capped(rows.tolist())).double() / rows
     return kind.priors(weights @ counts).tolist()
-
-
-def _counts(node: int, content: RecordDict, kind: OutputKind, outputs: int) -> Tensor:
-    """Return a client's numbers of rows by class, or with each label."""
-    size = outputs if kind.by_class else 1 + outputs
-    counts = from_arrays(array_record(content, COUNTS))["counts"]
-    fits = counts.shape == (size,) and counts.dtype == torch.float64
-    # No label has more rows than there are.
-    possible = are_counts(counts) & (counts <= counts[kind.centres].sum())
-    if not fits or not bool(possible.all()):
-        raise UpdateError(
-            f"The counts are {counts.dtype} {counts.tolist()!r:.100}, not {size} "
-            "numbers of rows in float64."
-        )
-    return counts

@@ -17,7 +17,7 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.fitting.ask import Clients, read_losses, read_rows
 from fedrot.strategies.fitting.bodies import Body
 from fedrot.strategies.fitting.result import FittedTaskHead
-from fedrot.strategies.wire.arrays import array_record, from_arrays, to_arrays
+from fedrot.strategies.wire.arrays import tensors_in, to_arrays
 from fedrot.strategies.wire.fitting_messages import (
     COUNT,
     EVALUATE,
@@ -36,8 +36,6 @@ from fedrot.task_head.choice import (
     reference_among,
     with_fitted_task_heads,
 )
-from fedrot.task_head.fit import with_task_head
-from fedrot.task_head.names import task_head_names
 from fedrot.task_head.outputs import OUTPUT_KINDS
 from fedrot.task_head.sums import ClassSums
 from fedrot.task_head.totals import LONGEST, Groups, Totals, total_without
@@ -65,13 +63,15 @@ class Exchange:
     def __init__(self, clients: Clients, old: Body) -> None:
         self._clients = clients
         self._old = old
-        counts = clients.ask([*clients.grid.get_node_ids()], COUNT, read_rows)
+        counts = clients.ask(clients.grid.get_node_ids(), COUNT, read_rows)
         self._training = {
             node: rows.training for node, rows in counts.items() if rows.training
         }
         self._held_out = [node for node, rows in counts.items() if rows.held_out]
         #: The groups of the clients that have sent sums.
         self._group = dict[int, int]()
+        #: Why no head fits the first body.
+        self._reason = ""
         #: Of the labels, for losses.
         self._units = torch.ones(1)
         if not self._held_out:
@@ -101,13 +101,15 @@ class Exchange:
         sums = {
             share: self._sums(body, bodies.values()) for share, body in bodies.items()
         }
-        fitted, reason = self._all_fitted(bodies, sums)
+        fitted = self._all_fitted(bodies, sums)
         reference = reference_among(next(iter(fitted.values())))
         groups = next(iter(sums.values()))
         candidates = [*chain.from_iterable(fitted.values())]
         votes, harmful = self._first_votes([old, *candidates], reference, groups)
         if harmful:
-            kept = self._without(harmful, fitted, sums)
+            kept = list[BodyAndHead]()
+            for share, before in fitted.items():
+                kept += self._fitted(before, sums[share], harmful)
             second = self._votes([old, reference, *kept], reference)
             if not reference.fitted or second.pays(reference_among(kept), reference):
                 log(
@@ -123,28 +125,27 @@ class Exchange:
                 )
                 return self._taken(choose(second, old, kept), second)
         if not reference.fitted:
-            raise UpdateError(reason)
+            raise UpdateError(self._reason)
         return self._taken(choose(votes, old, candidates), votes)
 
     def _all_fitted(
         self, bodies: Mapping[float, Body], sums: Mapping[float, Groups]
-    ) -> tuple[ByShare, str]:
-        """Return candidates by share, and why no head fits the first body, if so.
+    ) -> ByShare:
+        """Return candidates by share; keep the reason if no head fits the first body.
 
         The first body is then compared with its own head, since it may have a fitted
         one without some groups. Another body without a fitted head is no candidate.
         """
         fitted: ByShare = {}
-        reason = ""
         for share, body in bodies.items():
-            like = body.unfitted(share)
+            unfitted = [body.unfitted(share)]
             try:
-                fitted[share] = self._fitted(like, total_without((), sums[share]))
+                fitted[share] = self._fitted(unfitted, sums[share])
             except FedrotError as error:
                 if not fitted:
-                    fitted[share] = [like]
-                    reason = str(error)
-        return fitted, reason
+                    fitted[share] = unfitted
+                    self._reason = str(error)
+        return fitted
 
     def _first_votes(
         self,
@@ -169,20 +170,8 @@ class Exchange:
     def _taken(self, choice: Choice[Body], votes: Votes) -> FittedTaskHead:
         """Return the model that is taken, with its head at its best temperature."""
         taken = choice.taken
-        body = taken.body
-        name = self._clients.task_head
-        layer = {
-            tensor: body.tensors[tensor]
-            for tensor in task_head_names(name)
-            if tensor in body.tensors
-        }
-        head = with_task_head(
-            layer,
-            name,
-            taken.weight / choice.temperature,
-            taken.bias / choice.temperature,
-        )
-        arrays = ArrayRecord({**body.arrays, **to_arrays(head)})
+        weight = taken.weight / choice.temperature
+        arrays = taken.body.with_task_head(weight, taken.bias / choice.temperature)
         priors = () if taken.priors is None else tuple(taken.priors.tolist())
         temperature = choice.temperature * taken.divisor
         change = choice.change
@@ -203,7 +192,8 @@ class Exchange:
     def _sums(self, body: Body, bodies: Iterable[Body]) -> Groups:
         """Return the sums of features that clients compute with a body."""
         clients = self._clients
-        outputs, inputs = body.unfitted(0.0).weight.shape
+        weight = body.unfitted(0.0).weight
+        outputs = len(weight)
         largest = None
         if clients.described is not None:
             largest = largest_inputs(clients.described, body.tensors, clients.task_head)
@@ -211,15 +201,14 @@ class Exchange:
         sent = torch.zeros(outputs, dtype=torch.bool)
 
         def read(node: int, content: RecordDict) -> None:
-            sums = from_arrays(array_record(content, SUMS))
-            shape = outputs, inputs
-            read_sums = ClassSums.unpacked(sums, shape, clients.problem_type)
-            totals.add(node, read_sums)
+            packed = tensors_in(content, SUMS)
+            sums = ClassSums.unpacked(packed, weight.shape, clients.problem_type)
+            totals.add(node, sums)
             # Of several labels the first count is that of all rows.
-            sent.logical_or_(read_sums.counts[-outputs:] > 0)
+            sent.logical_or_(sums.counts[-outputs:] > 0)
 
-        answers = clients.ask_about(
-            [body], self._training, SUM, read, keep=(self._old, *bodies)
+        answers = clients.ask(
+            self._training, SUM, read, bodies=[body], keep=(self._old, *bodies)
         )
         if OUTPUT_KINDS[clients.problem_type].has_classes:
             clients.say_unsent((~sent).nonzero().flatten().tolist(), outputs)
@@ -243,32 +232,26 @@ class Exchange:
 
     def _fitted(
         self,
-        like: BodyAndHead,
-        total: ClassSums,
+        before: Sequence[BodyAndHead],
+        groups: Groups,
+        left_out: Sequence[int] = (),
         shrinkages: Sequence[float] = SHRINKAGES,
         priors: Tensor | None = None,
     ) -> list[BodyAndHead]:
-        """Return a candidate's body with heads that are fitted to sums."""
-        bias = task_head_names(self._clients.task_head)[1] in like.body.tensors
-        return with_fitted_task_heads(like, total, shrinkages, bias, priors)
+        """Return a body with heads that are fitted to the sums of all groups but some.
 
-    def _without(
-        self,
-        left_out: Sequence[int],
-        fitted: ByShare,
-        sums: Mapping[float, Groups],
-    ) -> list[BodyAndHead]:
-        """Return candidates of all bodies, fitted without the sums of some groups.
-
-        Labels that only these groups have shown keep the weights of the heads before.
+        Args:
+            before: candidates with this body. Labels that only the groups ``left_out``
+                have shown keep the weights of these heads.
         """
-        kept = list[BodyAndHead]()
-        for share, before in fitted.items():
-            total = total_without(left_out, sums[share])
-            candidates = self._fitted(before[0], total)
+        like = before[0]
+        total = total_without(left_out, groups)
+        candidates = with_fitted_task_heads(
+            like, total, shrinkages, like.body.has_bias, priors
+        )
+        if left_out:
             keep_absent(candidates, before, total.absent)
-            kept += candidates
-        return kept
+        return candidates
 
     def _without_each(
         self, like: BodyAndHead, groups: Groups, priors: Tensor
@@ -284,10 +267,9 @@ class Exchange:
             return candidates
         for group in groups:
             with suppress(FedrotError):
-                total = total_without([group], groups)
-                (candidate,) = self._fitted(like, total, [REFERENCE], priors)
-                keep_absent([candidate], [like], total.absent)
-                candidates[group] = candidate
+                (candidates[group],) = self._fitted(
+                    [like], groups, [group], [REFERENCE], priors
+                )
         return candidates
 
     def _votes(
@@ -319,12 +301,7 @@ class Exchange:
                 "units": self._units,
             }
             content[f"{TASK_HEADS}-{place}"] = to_arrays(tensors)
-        answers = self._clients.ask_about(
-            [*by_body],
-            self._held_out,
-            EVALUATE,
-            partial(read_losses, heads=len(candidates)),
-            content,
-        )
-        asked = [*chain.from_iterable(by_body.values())]
-        return Votes([*in_order(answers).values()], asked)
+        read = partial(read_losses, heads=len(candidates))
+        answers = self._clients.ask(self._held_out, EVALUATE, read, content, [*by_body])
+        losses = in_order(answers).values()
+        return Votes([*losses], [*chain.from_iterable(by_body.values())])

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
@@ -22,7 +21,7 @@ from fedrot.strategies.fitting.exchange import Exchange
 from fedrot.strategies.fitting.public_rows import PublicRows, fit_with_public_rows
 from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.round.outbox import as_sent
-from fedrot.strategies.wire.arrays import from_arrays, to_arrays
+from fedrot.strategies.wire.arrays import Precision, from_arrays, to_arrays
 from fedrot.strategies.wire.fitting_messages import half_way, hash_of
 from fedrot.strategies.wire.label_names import Names
 from fedrot.task_head.names import adapter_task_head_of, task_head_of
@@ -37,7 +36,7 @@ def fit_task_head(
     task_head: str | None = None,
     config: ConfigRecord | None = None,
     timeout: float = 3600,
-    wire: torch.dtype | None = None,
+    wire: Precision = None,
     trusted: bool = False,
     without: Iterable[int] = (),
     public: PublicRows | None = None,
@@ -108,7 +107,7 @@ class TaskHeadFitting:
 
     described: object
     task_head: str | None
-    wire: torch.dtype | None
+    wire: Precision
     trusted: bool
     #: By the hash of a body: the nodes that have kept it.
     kept_by: dict[str, set[int]] = field(default_factory=dict)
@@ -133,11 +132,10 @@ class TaskHeadFitting:
         is_adapter = any(".lora_" in name for name in tensors)
         # An adapter has no configuration of its model.
         described = None if is_adapter else self.described
-        task_head = self.task_head
-        if not task_head and is_adapter:
-            task_head = adapter_task_head_of(tensors)
-        elif not task_head:
-            task_head = task_head_of(described, tensors)
+        if is_adapter:
+            task_head = self.task_head or adapter_task_head_of(tensors)
+        else:
+            task_head = self.task_head or task_head_of(described, tensors)
         weight = tensors.get(f"{task_head}.weight")
         if weight is None:
             raise FedrotError(

@@ -55,7 +55,7 @@ def evaluate_at_clients(
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         nonlocal first, first_round
         is_first = server_round != first_round
-        nodes = [*grid.get_node_ids()] if is_first else [*first]
+        nodes = grid.get_node_ids() if is_first else first
         try:
             answers = in_order(clients.ask(nodes, EVALUATE, read, {MODEL: arrays}))
         except FedrotError as error:

@@ -8,35 +8,25 @@ taken as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from logging import INFO, WARNING
-from statistics import median
 
-from flwr.app import ArrayRecord, RecordDict
+from flwr.app import RecordDict
 from flwr.common import log
-from torch import nn
 
 from fedrot.errors import FedrotError
 from fedrot.strategies.arguments import check_functions
+from fedrot.strategies.client.client_rows import Builds, ReadsRows
 from fedrot.strategies.fitting.ask import Clients
 from fedrot.strategies.fitting.bodies import Body
 from fedrot.strategies.fitting.result import FittedTaskHead
-from fedrot.strategies.wire.arrays import array_record, from_arrays, to_arrays
+from fedrot.strategies.wire.arrays import from_arrays, tensors_in, to_arrays
 from fedrot.strategies.wire.fitting_messages import NOISY_SUM, NOISY_SUMS, PUBLIC
 from fedrot.strategies.wire.loaded_model import loaded
-from fedrot.task_head.fit import with_task_head
-from fedrot.task_head.names import task_head_names
 from fedrot.task_head.noisy.noisy_fit import fit_to_noisy_sums
-from fedrot.task_head.noisy.noisy_sums import NoisySums
+from fedrot.task_head.noisy.noisy_sums import NoisySums, capped_total, loud
 from fedrot.task_head.noisy.public_features import public_features
 from fedrot.task_head.outputs import SINGLE
-from fedrot.task_head.votes import capped
-from fedrot.tensors import Tensors
-
-#: A site's noise may have so many times the variance of the median site's, or of a
-#: deviation of 1 row. One site with more would hide the rows of all.
-_LOUDEST = 100.0
 
 
 @dataclass(frozen=True)
@@ -53,8 +43,8 @@ class PublicRows:
     Example: ``PublicRows(build, lambda: loader)``
     """
 
-    build: Callable[[], nn.Module]
-    batches: Callable[[], Iterable[Tensors]]
+    build: Builds
+    batches: ReadsRows
 
     def __post_init__(self) -> None:
         check_functions(self, "build", "batches")
@@ -87,54 +77,36 @@ def fit_with_public_rows(
     model = loaded(public.build(), from_arrays(body.sent))
     features = public_features(model, public.batches(), clients.task_head)
     head = body.unfitted(1.0)
-    shape = head.weight.shape[0], head.weight.shape[1]
 
     def read(node: int, content: RecordDict) -> NoisySums:
-        return NoisySums.unpacked(from_arrays(array_record(content, NOISY_SUMS)), shape)
+        return NoisySums.unpacked(tensors_in(content, NOISY_SUMS), head.weight.shape)
 
     nodes = [*clients.grid.get_node_ids()]
     content = {PUBLIC: to_arrays(vars(features.clipping))}
-    answers = _not_loud(clients.ask_about([body], nodes, NOISY_SUM, read, content))
-    rows = [sums.rows for sums in answers.values()]
-    parts = [
-        sums.times(most / announced)
-        for sums, announced, most in zip(
-            answers.values(), rows, capped(rows), strict=True
+    answers = clients.ask(nodes, NOISY_SUM, read, content, [body])
+    left_out = loud({node: float(sums.variance) for node, sums in answers.items()})
+    if left_out:
+        log(
+            WARNING,
+            "Task head: left out are the sums of clients %s: their noise would hide "
+            "the rows of all others. Their epsilon is much smaller, or they lie.",
+            ", ".join(map(str, left_out)),
         )
-    ]
-    total = sum(parts[1:], parts[0])
-    bias = task_head_names(clients.task_head)[1] in body.tensors
-    weight, offset, priors = fit_to_noisy_sums(total, features, bias)
-    fitted = with_task_head(body.tensors, clients.task_head, weight, offset)
-    names = [n for n in task_head_names(clients.task_head) if n in body.tensors]
-    arrays = to_arrays({name: fitted[name] for name in names})
+    kept = [sums for node, sums in answers.items() if node not in left_out]
+    total = capped_total(kept)
+    weight, offset, priors = fit_to_noisy_sums(total, features, body.has_bias)
     log(
         INFO,
         "Task head: fitted to noisy sums of %d of %d sites, about %.0f rows; a count "
         "of all sites has noise of %.1f rows. No held-out rows have judged it.",
-        len(parts),
+        len(kept),
         len(nodes),
         total.rows,
         float(total.variance.sqrt()),
     )
     return FittedTaskHead(
-        ArrayRecord({**body.arrays, **arrays}),
+        body.with_task_head(weight, offset),
         fitted=True,
-        clients=len(parts),
+        clients=len(kept),
         priors=tuple(priors.tolist()),
     )
-
-
-def _not_loud(answers: dict[int, NoisySums]) -> dict[int, NoisySums]:
-    """Return the answers whose noise does not hide those of the others."""
-    variances = {node: float(sums.variance) for node, sums in answers.items()}
-    most = _LOUDEST * max(1.0, median(variances.values()))
-    loud = [node for node, variance in variances.items() if variance > most]
-    if loud:
-        log(
-            WARNING,
-            "Task head: left out are the sums of clients %s: their noise would hide "
-            "the rows of all others. Their epsilon is much smaller, or they lie.",
-            ", ".join(map(str, sorted(loud))),
-        )
-    return {node: sums for node, sums in answers.items() if node not in loud}

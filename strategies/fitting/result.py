@@ -9,7 +9,7 @@ from logging import INFO, WARNING
 from flwr.app import ArrayRecord
 from flwr.common import log
 
-from fedrot.strategies.reporting.verdict import HEAD_FAILED
+from fedrot.strategies.reporting.verdict import HEAD_FAILED, Metrics
 from fedrot.task_head.losses import temperature_in_words
 from fedrot.task_head.votes import FEWEST
 
@@ -123,9 +123,9 @@ class FittedTaskHead:
                 self.rows,
             )
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """Return the metrics of a round; of the losses only if they are known."""
-        metrics: dict[str, float] = {
+        metrics: Metrics = {
             "fedrot-head-fitted": int(self.fitted),
             HEAD_FAILED: int(bool(self.reason)),
             "fedrot-head-temperature": self.temperature,

@@ -149,10 +149,13 @@ class FitsTaskHead(ReplyStrategy):
         metrics = sites.metrics()
         ours = {f"fedrot-{name}": value for name, value in metrics.items()}
         noted.setdefault(last, MetricRecord()).update(ours)
-        rows = [{"round": last, "stage": SITE_ROW, **row} for row in sites.rows]
-        for row in rows:
-            # As in other rows.
-            row["client"] = self._clients.get(row["client"], row["client"])
+        of_last = {"round": last, "stage": SITE_ROW}
+        clients = self._clients
+        rows = [
+            # Clients are named as in other rows.
+            {**of_last, **row, "client": clients.get(row["client"], row["client"])}
+            for row in sites.rows
+        ]
         self.reporting.append(rows)
         report_metrics(self.reporting, last, SITES, metrics)
 

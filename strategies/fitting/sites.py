@@ -8,7 +8,6 @@ from functools import partial
 from itertools import count
 from logging import INFO
 from statistics import fmean
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
@@ -19,11 +18,12 @@ from fedrot.errors import UpdateError, legible
 from fedrot.strategies.fitting.ask import Clients, are_counts
 from fedrot.strategies.fitting.class_priors import priors_of
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
+from fedrot.strategies.reporting.verdict import Metrics, Row
 from fedrot.strategies.wire.arrays import (
-    array_record,
-    from_arrays,
+    Precision,
     records_of_type,
     shapes_of,
+    tensors_in,
     to_arrays,
 )
 from fedrot.strategies.wire.fitting_messages import (
@@ -47,9 +47,6 @@ MOST_LINES = 20
 
 #: The longest name of a site, in characters.
 LONGEST_NAME = 60
-
-#: A row of a site, see ``Sites``.
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -79,13 +76,13 @@ class Sites:
         sign = 1 if self.measure == "accuracy" else -1
         return min(self.rows, key=lambda row: sign * row["own"][self.measure])
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """Return numbers of sites, and means over them.
 
         Better and worse are sites whose own head differs from the head alone by more
         than their interval.
         """
-        metrics: dict[str, float] = {
+        metrics: Metrics = {
             "sites": len(self.rows),
             "withheld": self.withheld,
             "sites-better": sum(row["gain"][1] > 0 for row in self.rows),
@@ -130,7 +127,7 @@ def report_sites(
     task_head: str | None = None,
     config: ConfigRecord | None = None,
     timeout: float = 3600,
-    wire: torch.dtype | None = None,
+    wire: Precision = None,
 ) -> Sites:
     """Return what each site has from a model, and what it would have alone.
 
@@ -177,17 +174,20 @@ def reported(
     outputs = len(head.bias)
     if not len(priors):
         priors = priors_of(clients, outputs)
-    shares = torch.as_tensor(priors, dtype=torch.float64)
-    sent = {"weight": head.weight, "bias": head.bias, "priors": shares}
+    sent = {
+        "weight": head.weight,
+        "bias": head.bias,
+        "priors": torch.as_tensor(priors, dtype=torch.float64),
+    }
     kind = OUTPUT_KINDS[clients.problem_type]
     labels, largest = (outputs, 1.0) if kind.has_classes else (0, kind.largest_loss)
-    answers = clients.ask_about(
-        # A model that nobody has trained is the first one.
-        [before, after] if before.key != after.key else [after],
-        [*clients.grid.get_node_ids()],
+    answers = clients.ask(
+        clients.grid.get_node_ids(),
         REPORT,
         partial(_read, labels=labels, largest=largest),
         {f"{TASK_HEADS}-0": to_arrays(sent)},
+        # A model that nobody has trained is the first one.
+        [before, after] if before.key != after.key else [after],
     )
     names = clients.label_names(labels)
     rows = [row for _, row in sorted(answers.items()) if row is not None]
@@ -217,7 +217,7 @@ def _read(node: int, content: RecordDict, labels: int, largest: float) -> Row | 
     configs = records_of_type(content, ConfigRecord)
     if WITHHELD in configs:
         return None
-    sent = from_arrays(array_record(content, FIGURES))
+    sent = tensors_in(content, FIGURES)
     expected = {"heads": (3, 3), "gain": (3,), "rows": (2, 1 + labels)}
     if shapes_of(sent) != expected:
         raise UpdateError(f"The figures are {shapes_of(sent)}, not {expected}.")

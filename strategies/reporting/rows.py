@@ -10,12 +10,12 @@ from logging import INFO
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord
 from flwr.common import log
 
 from fedrot._io import replacing
 from fedrot.strategies.settings import Reporting
-from fedrot.strategies.wire.flower_compat import Evaluate
+from fedrot.strategies.wire.flower_compat import Evaluate, StageMetrics
 
 #: Stages of a round: training and evaluation at the clients, ``evaluate_fn`` at the
 #: server.
@@ -48,7 +48,7 @@ def report_metrics(
 def reporting_evaluations(reporting: Reporting, evaluate: Evaluate) -> Evaluate:
     """Return the server's evaluation function, which then also reports its metrics."""
 
-    def reported(number: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def reported(number: int, arrays: ArrayRecord) -> StageMetrics:
         metrics = evaluate(number, arrays)
         report_metrics(reporting, number, SERVER, metrics)
         return metrics

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedrot.distances import Shares, total
 from fedrot.report import AlignmentReport
+
+#: Metrics of a round, by name.
+Metrics = dict[str, float]
+
+#: The reports of a round.
+Reports = Sequence[AlignmentReport]
+
+#: Sentences about rounds, by their numbers.
+Verdicts = Mapping[int, str]
+
+#: A row of a report.
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ _VISIBLE = 0.0005
 
 
 def verdict(
-    reports: Sequence[AlignmentReport],
+    reports: Reports,
     *,
     accepted: int,
     aligned: bool = True,
@@ -92,9 +104,8 @@ def verdict(
         return f"{_LOST}{lost.removesuffix('.')}"
     if not aligned:
         return OFF
-    known = known_chance(reports)
     others = [report for report in reports if report.chance() is None]
-    sentences = (_against_chance(known), _removed(others, other_basis))
+    sentences = (_against_chance(known_chance(reports)), _removed(others, other_basis))
     text = "; ".join(filter(None, sentences)) or "nothing to align"
     shares = shares_of(reports)
     if not shares.moved:
@@ -102,7 +113,7 @@ def verdict(
     return f"{text}; {shares.moved} of {shares.groups} groups moved"
 
 
-def figures(reports: Sequence[AlignmentReport]) -> dict[str, float]:
+def figures(reports: Reports) -> Metrics:
     """Return the metrics of a round's reports.
 
     The shares found and of chance are those that ``verdict`` names first, of the
@@ -113,11 +124,11 @@ def figures(reports: Sequence[AlignmentReport]) -> dict[str, float]:
     shares = {}
     if first:
         shares = {FOUND: first.share, CHANCE: first.chance_share or 0.0}
-    removed = share_removed(reports)
-    return {**shares, REMOVED: removed, MOVED: shares_of(reports).moved}
+    moved = shares_of(reports).moved
+    return {**shares, REMOVED: share_removed(reports), MOVED: moved}
 
 
-def known_chance(reports: Iterable[AlignmentReport]) -> list[AlignmentReport]:
+def known_chance(reports: Reports) -> list[AlignmentReport]:
     """Return the reports with a known chance for every group and a distance above 0."""
     return [
         report
@@ -126,7 +137,7 @@ def known_chance(reports: Iterable[AlignmentReport]) -> list[AlignmentReport]:
     ]
 
 
-def shares_of(reports: Iterable[AlignmentReport], *parts: str) -> Shares:
+def shares_of(reports: Reports, *parts: str) -> Shares:
     """Return the sums over the groups in all reports, of these parts or of all."""
     return total(
         Shares.of(row)
@@ -136,7 +147,7 @@ def shares_of(reports: Iterable[AlignmentReport], *parts: str) -> Shares:
     )
 
 
-def share_removed(reports: Sequence[AlignmentReport], *parts: str) -> float:
+def share_removed(reports: Reports, *parts: str) -> float:
     """Return the share of all squared distances that these parts, or all, removed."""
     before = sum(report.before for report in reports)
     removed = sum(report.share(*parts) * report.before for report in reports)
@@ -148,7 +159,7 @@ def percent(share: float) -> str:
     return f"{100 * share:z.1f} %"
 
 
-def shares_shown(reports: Iterable[AlignmentReport]) -> dict[str, Shares]:
+def shares_shown(reports: Reports) -> dict[str, Shares]:
     """Return by movement the shares of its own groups; chance is known in reports."""
     shares = {
         name: shares_of(reports, *movement.parts)
@@ -160,7 +171,7 @@ def shares_shown(reports: Iterable[AlignmentReport]) -> dict[str, Shares]:
     return shown or dict([*present.items()][:1])
 
 
-def _against_chance(reports: Sequence[AlignmentReport]) -> str:
+def _against_chance(reports: Reports) -> str:
     """Return the shares found and of chance, and the cause; empty without groups."""
     shown = shares_shown(reports)
     if not shown:
@@ -181,7 +192,7 @@ def _against_chance(reports: Sequence[AlignmentReport]) -> str:
     return f"{text}: {' and '.join(causes) or 'no more than chance in all'}"
 
 
-def _removed(reports: Sequence[AlignmentReport], other_basis: int) -> str:
+def _removed(reports: Reports, other_basis: int) -> str:
     """Return the shares that were removed, for reports with unknown chance."""
     if not reports:
         return ""
@@ -194,18 +205,16 @@ def _removed(reports: Sequence[AlignmentReport], other_basis: int) -> str:
         for name, share in shares.items()
         if abs(share) >= _VISIBLE
     ]
-    removed = "nothing removed"
-    if shown:
-        removed = f"{', '.join(shown)} of the distance removed"
+    removed = f"{', '.join(shown)} of the distance" if shown else "nothing"
     whose = ""
     if other_basis:
         whose = f"{counted(other_basis, 'reply', 'replies')} from another basis: "
-    return f"{whose}{removed}, chance not known"
+    return f"{whose}{removed} removed, chance not known"
 
 
 def run_lines(
     rounds: Mapping[int, Mapping[str, Any]],
-    verdicts: Mapping[int, str],
+    verdicts: Verdicts,
     rows: Path | None,
 ) -> list[str]:
     """Return a run's last log lines, given training metrics and verdicts by round."""
@@ -235,7 +244,7 @@ def run_lines(
     return lines
 
 
-def empty_rounds(verdicts: Mapping[int, str]) -> str:
+def empty_rounds(verdicts: Verdicts) -> str:
     """Return a line about the rounds without a new model, empty if there are none.
 
     ``verdicts`` are those of all rounds, or those of ``told``.
@@ -252,7 +261,7 @@ def empty_rounds(verdicts: Mapping[int, str]) -> str:
     )
 
 
-def told(verdicts: Mapping[int, str]) -> dict[int, str]:
+def told(verdicts: Verdicts) -> dict[int, str]:
     """Return the verdicts that a run's last lines need: checkpoints do not grow."""
     of_ends = ends(verdicts)
     return {

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import WARNING
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -26,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from fedrot._io import NO_LOCKS, replacing, sync
 from fedrot.errors import FedrotError, UpdateError
-from fedrot.strategies.resume.state import RunState
+from fedrot.strategies.resume.state import RunState, State
 from fedrot.strategies.resume.values import NamedArrays, decode, encode
 from fedrot.strategies.wire.arrays import TIED, from_arrays, model_hash, to_arrays
 from fedrot.tensors import TensorDict, Tensors
@@ -56,7 +55,7 @@ class Checkpoint:
     folder: Path
     round: int
     result: Result
-    state: dict[str, Any]
+    state: State
     state_arrays: NamedArrays
 
 
@@ -296,18 +295,16 @@ def _acquire(lock: FileLock, path: Path) -> None:
 
 def _line(number: int, result: Result) -> str:
     """Return a round's metrics as a line of JSON; empty if it has none."""
-    records = {name: getattr(result, name).get(number) for name in _METRICS}
+    rounds = {name: getattr(result, name) for name in _METRICS}
     metrics = {
-        name: encode(record, name, {})
-        for name, record in records.items()
-        if record is not None
+        name: encode(records[number], name, {})
+        for name, records in rounds.items()
+        if number in records
     }
     return json.dumps({"round": number, **metrics}) + "\n" if metrics else ""
 
 
-def _write(
-    folder: Path, result: Result, state: RunState, about: dict[str, Any]
-) -> None:
+def _write(folder: Path, result: Result, state: RunState, about: State) -> None:
     arrays = result.arrays
     bulk = NamedArrays()
     safetensors.torch.save_file(_unshared(from_arrays(arrays)), folder / _MODEL)

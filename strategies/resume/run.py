@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from logging import INFO, WARNING
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
@@ -17,7 +17,12 @@ from fedrot.errors import FedrotError
 from fedrot.strategies.resume.checkpoints import Checkpointing
 from fedrot.strategies.resume.state import RunState
 from fedrot.strategies.wire.arrays import shapes_of
-from fedrot.strategies.wire.flower_compat import Aggregated, Evaluate
+from fedrot.strategies.wire.flower_compat import (
+    Aggregated,
+    Evaluate,
+    Messages,
+    StageMetrics,
+)
 
 Stop = Callable[[int, Result], bool]
 
@@ -134,15 +139,13 @@ class CheckpointedRun(Strategy):
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
+    ) -> Messages:
         """Ask the clients to train, in a round that is not finished."""
         if server_round <= self.done:
             return []
         return self.strategy.configure_train(server_round, arrays, config, grid)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> Aggregated:
+    def aggregate_train(self, server_round: int, replies: Messages) -> Aggregated:
         """Return a round's model and metrics."""
         noted = self.result.train_metrics_clientapp
         arrays = self.result.arrays if server_round == self.done else None
@@ -155,15 +158,13 @@ class CheckpointedRun(Strategy):
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
+    ) -> Messages:
         """Ask the clients to evaluate, in a round that is not finished."""
         if server_round <= self.done:
             return []
         return self.strategy.configure_evaluate(server_round, arrays, config, grid)
 
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
+    def aggregate_evaluate(self, server_round: int, replies: Messages) -> StageMetrics:
         """Return the metrics of the clients' evaluations."""
         noted = self.result.evaluate_metrics_clientapp
         if server_round > self.done:
@@ -176,7 +177,7 @@ class CheckpointedRun(Strategy):
             self._end_round(server_round)
         return noted.get(server_round)
 
-    def evaluate(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+    def evaluate(self, server_round: int, arrays: ArrayRecord) -> StageMetrics:
         """Return the metrics of the server's evaluation: Flower's ``evaluate_fn``."""
         noted = self.result.evaluate_metrics_serverapp
         # Flower evaluates the initial model as round 0.
@@ -207,9 +208,7 @@ class CheckpointedRun(Strategy):
             )
 
 
-def _note(
-    noted: dict[int, MetricRecord], number: int, metrics: MetricRecord | None
-) -> None:
+def _note(noted: dict[int, MetricRecord], number: int, metrics: StageMetrics) -> None:
     """Store the metrics of a round, if there are any."""
     if metrics is not None:
         noted[number] = metrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from logging import WARNING
 from typing import Any
 
@@ -26,9 +26,12 @@ from fedrot.strategies.wire.flower_compat import transient_attributes
 #: Functions that read and set the state of an object.
 Access = tuple[Callable[[], Any], Callable[[Any], Any]]
 
+#: Values of a state, by name.
+State = dict[str, Any]
+
 #: The values of a strategy or configuration that may be state, and the function that
 #: sets some.
-Holder = tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]
+Holder = tuple[State, Callable[[State], Any]]
 
 #: The global random generators.
 _GENERATORS: dict[str, Access] = {
@@ -79,9 +82,9 @@ class RunState:
             key: (_plain(value), _parts(value)) for key, value in self._entries()
         }
         self._warned: set[str] = set()
-        self._random: dict[str, Any] = {}
+        self._random: State = {}
 
-    def encoded(self, arrays: NamedArrays) -> dict[str, Any]:
+    def encoded(self, arrays: NamedArrays) -> State:
         """Return the state as JSON values; arrays are added to ``arrays``."""
         entries: list[tuple[str, str, bool, Any]] = []
         for key, value in self._entries():
@@ -110,7 +113,7 @@ class RunState:
             "random": encode(generators, "random", arrays),
         }
 
-    def restore(self, saved: Mapping[str, Any], arrays: NamedArrays) -> None:
+    def restore(self, saved: State, arrays: NamedArrays) -> None:
         """Restore the state that ``encoded`` returned, except the random generators.
 
         Raises:
@@ -126,7 +129,7 @@ class RunState:
             )
         holders = self._holders()
         existing = dict(self._entries())
-        restored: dict[str, dict[str, Any]] = {where: {} for where in holders}
+        restored: dict[str, State] = {where: {} for where in holders}
         for where, name, within, coded in saved["entries"]:
             access = _access(existing.get((where, name)))
             if where not in holders or (within and access is None):
@@ -175,8 +178,9 @@ def _strategies(
         attributes.copy,
         attributes.update,
     )
-    left_out = transient_attributes(strategy)
-    kept = {name: value for name, value in read().items() if name not in left_out}
+    kept = dict(read())
+    for name in transient_attributes(strategy):
+        kept.pop(name, None)
     yield path, (kept, restore)
     for name, value in list(attributes.items()):
         if isinstance(value, Strategy):
@@ -187,10 +191,10 @@ def _plain(value: Any) -> str | None:
     """Return a plain value as JSON; None for any other value."""
     arrays: NamedArrays = {}
     try:
-        encoded = json.dumps(encode(value, "", arrays))
+        encoded = encode(value, "", arrays)
     except UnknownValueError:
         return None
-    return None if arrays else encoded
+    return None if arrays else json.dumps(encoded)
 
 
 def _parts(value: Any) -> list[Any]:

@@ -20,6 +20,10 @@ CLIENT_KEY = "partition-id"
 ADAPTER_RECORD = "fedrot-adapter"
 
 
+#: Metadata of sent messages; None if they are not known.
+Sent = list[Metadata] | None
+
+
 class Question(NamedTuple):
     """A message to a node; at most one reply of a round answers it."""
 
@@ -96,14 +100,13 @@ class Asked:
     @property
     def silent(self) -> list[int]:
         """The clients that have not answered, by their own ids or else by node id."""
-        silent = filter(self.questions.get, self.questions)
-        return sorted(map(self._client, silent))
+        return sorted(self._client(q) for q, waits in self.questions.items() if waits)
 
     def _client(self, question: Question) -> int:
         return self._clients.get(question.node, question.node)
 
 
-def sent_by(grid: Grid | None, made: list[Metadata] | None) -> list[Metadata] | None:
+def sent_by(grid: Grid | None, made: Sent) -> Sent:
     """Return the messages that a grid has sent; else those that were ``made``."""
     # A subclass may have sent other messages than those that were made.
     return (grid.sent if isinstance(grid, LazyGrid) else []) or made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from logging import WARNING
 
 from flwr.app import Error, Message
@@ -12,10 +11,11 @@ from flwr.common import log
 from fedrot.errors import legible, refusal
 from fedrot.strategies.round.asked import Asked, client_id
 from fedrot.strategies.round.inbox import averageable, read_weight
+from fedrot.strategies.wire.flower_compat import Messages
 
 
 def readable_evaluations(
-    replies: Iterable[Message], asked: Asked, weighted_by: str
+    replies: Messages, asked: Asked, weighted_by: str
 ) -> list[Message]:
     """Return the evaluations to average, then error replies; log dropped evaluations.
 
@@ -50,7 +50,6 @@ def readable_evaluations(
         else:
             good.append(message)
     good = averageable(good, drop)
-    examples = sum(
-        read_weight(message.content, weighted_by, zero=True) for message in good
-    )
-    return (good if examples else []) + failed
+    if not any(read_weight(reply.content, weighted_by, zero=True) for reply in good):
+        return failed
+    return good + failed

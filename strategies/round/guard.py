@@ -16,7 +16,7 @@ from fedrot.options import AlignmentOptions
 from fedrot.strategies.arguments import check_functions, read_evaluate
 from fedrot.strategies.reporting.verdict import KEPT_ALIGNED
 from fedrot.strategies.round.record import RoundRecord
-from fedrot.strategies.wire.flower_compat import Evaluate
+from fedrot.strategies.wire.flower_compat import Evaluate, StageMetrics
 
 #: Words in the names of metrics whose lower, or higher, values are better.
 LOWER = {
@@ -137,7 +137,7 @@ class Comparison:
         # Canonical tensors differ even if no group is moved.
         self._always = any(each.may_be_canonical for each in options)
         self._evaluate = guard.evaluate and read_evaluate(guard.evaluate)
-        self._known: tuple[int, ArrayRecord, MetricRecord | None] | None = None
+        self._known: tuple[int, ArrayRecord, StageMetrics] | None = None
 
     def evaluating(self, evaluate: Evaluate | None, merges: bool) -> Evaluate | None:
         """Return the server's evaluation function, which evaluates no mean twice.
@@ -162,7 +162,7 @@ class Comparison:
             )
         self._evaluate = evaluate
 
-        def once(number: int, arrays: ArrayRecord) -> MetricRecord | None:
+        def once(number: int, arrays: ArrayRecord) -> StageMetrics:
             known = self._known
             self._known = None
             if known and known[0] == number and known[1] is arrays:
@@ -226,7 +226,7 @@ class Comparison:
         log(INFO, "Round %d: %s %s, plain %s %s: kept %s", *shown)
         return means[best]
 
-    def _value(self, number: int, metrics: MetricRecord | None) -> float:
+    def _value(self, number: int, metrics: StageMetrics) -> float:
         metrics = metrics or MetricRecord()
         value = metrics.get(self.guard.metric)
         if not isinstance(value, int | float):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import DEBUG, WARNING
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from flwr.app import (
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fedrot.collect.statistics import TRAINED, brings
 from fedrot.errors import UpdateError, legible, refusal
+from fedrot.strategies.reporting.verdict import Row
 from fedrot.strategies.round.asked import ADAPTER_RECORD, Asked, client_id
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Update
@@ -35,7 +36,8 @@ from fedrot.strategies.wire.arrays import (
     shapes_of,
     singly,
 )
-from fedrot.strategies.wire.label_names import Names, read_names
+from fedrot.strategies.wire.flower_compat import figures_of
+from fedrot.strategies.wire.label_names import read_names
 from fedrot.strategies.wire.statistics_record import read_statistics
 from fedrot.tensors import (
     LARGEST_WEIGHT,
@@ -48,6 +50,9 @@ from fedrot.tensors import (
     check_update,
     compute_dtype,
 )
+
+if TYPE_CHECKING:
+    from fedrot.strategies.round.play import PlaysRounds
 
 #: Integers of metrics from this size on cannot be averaged as floats.
 _LARGEST_INTEGER = 2**63
@@ -121,8 +126,11 @@ def averageable(
         finite or items, lambda item: metrics_layout(item.content)
     )
     for item in odd:
-        both = f"it has {_listed(item.content)}; most have {_listed(good[0].content)}"
-        leave_out(item, f"Its metrics differ: {both}.")
+        leave_out(
+            item,
+            f"Its metrics differ: it has {_listed(item.content)}; most have "
+            f"{_listed(good[0].content)}.",
+        )
     return good
 
 
@@ -184,7 +192,7 @@ class Schema:
         # Flower's wrappers identify tensors by their position.
         return {name: self._cast(name, tensors[name]) for name in self.like}
 
-    def about(self, tensors: Tensors) -> dict[str, Any]:
+    def about(self, tensors: Tensors) -> Row:
         """Return what rows with hashes say about a model or an update."""
         return {}
 
@@ -207,29 +215,18 @@ class Inbox:
     """Reads the replies of one round: where the form of a training reply is checked.
 
     Attributes:
-        weighted_by: the metric that weights the clients.
+        strategy: says which metrics it uses, and how labels are checked.
         needs: the kinds of statistics that a reply must have.
-        uses_statistics: if False, statistics of replies are ignored, with a warning.
-        copy: see ``Schema.read``.
-        figures: the metrics that the strategy uses, each with its largest accepted
-            value.
         in_front: the name of a subclass's overriding ``aggregate_train``; empty without
             an override.
-        hashes: see ``Reporting``.
-        check_labels: raises ``UpdateError`` if a node's labels have other names.
     """
 
+    strategy: PlaysRounds
     asked: Asked
     schema: Schema
     record: RoundRecord
-    weighted_by: str = "num-examples"
-    needs: Collection[str] = ()
-    uses_statistics: bool = True
-    copy: bool = False
-    figures: Mapping[str, float] = field(default_factory=dict)
+    needs: Collection[str]
     in_front: str = ""
-    hashes: bool = False
-    check_labels: Callable[[int, Names], None] = lambda node, names: None
 
     def read(self, message: Message) -> Update | None:
         """Return a reply's update, or None if the reply is dropped or is an error."""
@@ -250,10 +247,13 @@ class Inbox:
     def decode(self, message: Message) -> Update:
         """Check a reply and return its update; raises ``UpdateError``."""
         content = message.content
+        strategy = self.strategy
+        copy = strategy.server.deterministic
         record, arrays = only_model(content)
-        weight = read_weight(content, self.weighted_by)
+        weight = read_weight(content, strategy._weighted_by)
         (metrics,) = records_of_type(content, MetricRecord).values()
-        for name, most in self.figures.items():
+        figures = figures_of(strategy) | figures_of(strategy._weighting)
+        for name, most in figures.items():
             value = metrics.get(name)
             if not isinstance(value, int | float) or not 0 <= value <= most:
                 raise UpdateError(
@@ -270,18 +270,18 @@ class Inbox:
                     f"The adapter's {name} is {sent!r:.60}, the server's "
                     f"{value!r:.60}. Build it with the server's LoraConfig."
                 )
-        self.check_labels(message.metadata.src_node_id, read_names(content))
-        tensors = self.schema.read(arrays, self.copy)
-        statistics = read_statistics(content, self.schema.shapes, self.copy)
-        missing = [kind for kind in self.needs if not brings(statistics, kind)]
-        if missing:
-            raise UpdateError(
-                f"The reply has no statistics '{missing[0]}', which the aggregation "
-                "needs. Let the client call fedrot.strategies.add_statistics(content, "
-                "message, model, batches) before it replies "
-                "(docs/how-to/statistics.md)."
-            )
-        if statistics and not self.uses_statistics:
+        strategy.check_labels(message.metadata.src_node_id, read_names(content))
+        tensors = self.schema.read(arrays, copy)
+        statistics = read_statistics(content, self.schema.shapes, copy)
+        for kind in self.needs:
+            if not brings(statistics, kind):
+                raise UpdateError(
+                    f"The reply has no statistics '{kind}', which the aggregation "
+                    "needs. Let the client call "
+                    "fedrot.strategies.add_statistics(content, message, model, "
+                    "batches) before it replies (docs/how-to/statistics.md)."
+                )
+        if statistics and not strategy.uses_statistics:
             log(
                 WARNING,
                 "The statistics '%s' are not used: this strategy uses none.",
@@ -293,8 +293,8 @@ class Inbox:
                 kind: by_name for kind, by_name in statistics.items() if kind == TRAINED
             }
         client = client_id(message)
-        origin = dict[str, Any]()
-        if self.hashes:
+        origin: Row = {}
+        if strategy.reporting.hashes:
             origin = {
                 "client": client,
                 "node": message.metadata.src_node_id,
@@ -310,8 +310,9 @@ class Inbox:
         """Record the clients that have not answered."""
         for client in self.asked.silent:
             left_out = f", or {self.in_front} left it out" if self.in_front else ""
-            reason = f"No answer before the timeout{left_out}."
-            self.record.fail(client, reason, who="Client")
+            self.record.fail(
+                client, f"No answer before the timeout{left_out}.", who="Client"
+            )
 
 
 def read_weight(content: RecordDict, weighted_by_key: str, zero: bool = False) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from logging import WARNING
+from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
@@ -15,7 +16,6 @@ from flwr.serverapp.strategy import (
     FedAvg,
     FedAvgM,
     FedYogi,
-    Strategy,
 )
 
 from fedrot.aggregation import Aggregator, Mean
@@ -38,7 +38,7 @@ from fedrot.strategies.round.outbox import (
 )
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Builder, Moved, MovedBroadcast, Update
-from fedrot.strategies.wire.arrays import from_arrays, records_of_type, without_arrays
+from fedrot.strategies.wire.arrays import from_arrays, only_model, without_arrays
 from fedrot.strategies.wire.flower_compat import (
     Aggregated,
     clips_zero,
@@ -50,27 +50,11 @@ from fedrot.strategies.wire.flower_compat import (
 )
 from fedrot.tensors import Tensors
 
+if TYPE_CHECKING:
+    from fedrot.strategies.base import ReplyStrategy
+
 #: Base strategies that only need the mean of the updates.
 OF_THE_MEAN = (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi)
-
-
-@dataclass(frozen=True)
-class Wrapped:
-    """The base strategy, and the settings that a merge needs.
-
-    Attributes:
-        wrapped_class: the base strategy, whose ``aggregate_train`` is the method
-            ``aggregate``.
-        weighted_by: the metric that weights the clients.
-        min_replies: with fewer accepted replies the round fails.
-    """
-
-    strategy: Strategy
-    wrapped_class: type
-    aggregate: Callable[[int, list[Message]], Aggregated]
-    weighted_by: str
-    broadcast: ArrayRecord
-    min_replies: int
 
 
 class Averaged:
@@ -110,7 +94,7 @@ class Averaged:
         update = moved.update
         try:
             if self._aggregator.streams:
-                layers = [moved.tensors] if moved.layers is None else moved.layers
+                layers = moved.layers or [moved.tensors]
                 self._aggregator.fold_parts(layers, update.weight, moved.statistics)
             else:
                 self._aggregator.add(moved.tensors, update.weight, moved.statistics)
@@ -125,43 +109,45 @@ class Averaged:
             self.record.origins.append(update.origin)
         return moved.tensors
 
-    def result(self, wrapped: Wrapped, moved_broadcast: MovedBroadcast) -> Aggregated:
+    def result(
+        self, strategy: ReplyStrategy, moved_broadcast: MovedBroadcast
+    ) -> Aggregated:
         """Return the new model and metrics, once; see ``Aligner.moved_broadcast``.
 
         Any base strategy but ``FedAvg`` aggregates the mean as one update.
         """
         record = self.record
         record.accepted = len(self._told)
-        merged, is_plain = self._merged(wrapped)
+        merged, is_plain = self._merged(strategy)
         metrics = None
         if self._told:
-            metrics = metrics_function(wrapped.strategy)(
-                _with_metrics(self._told), wrapped.weighted_by
+            metrics = metrics_function(strategy)(
+                _with_metrics(self._told), strategy._weighted_by
             )
-        if merged is None or wrapped.wrapped_class is FedAvg:
+        if merged is None or strategy.wrapped_class is FedAvg:
             return merged, metrics
         # The base strategy receives the mean as the round's only update, in a message
         # like one client's reply.
-        weight = MetricRecord({wrapped.weighted_by: 1})
+        weight = MetricRecord({strategy._weighted_by: 1})
         content = RecordDict({"arrays": merged, "metrics": weight})
         mean = Message(content, dst_node_id=0, message_type=MessageType.TRAIN)
         integers = integers_of(merged)
         # Flower's strategies replace attributes, and change none in place.
-        state = vars(wrapped.strategy)
+        state = vars(strategy)
         before = dict(state)
         # The plain mean is in the broadcast model's coordinates.
         moved = None if is_plain else moved_broadcast
-        with without_metrics(wrapped.strategy):
-            arrays, _ = _aggregated(wrapped, record.number, [mean], moved)
+        with without_metrics(strategy):
+            arrays, _ = _aggregated(strategy, record.number, [mean], moved)
         if arrays is not None:
-            arrays = restored(arrays, wrapped.broadcast, integers)
+            arrays = restored(arrays, strategy._broadcast, integers)
             if record.finite(arrays):
                 return arrays, metrics
         state.clear()
         state.update(before)
         return None, metrics
 
-    def _merged(self, wrapped: Wrapped) -> tuple[ArrayRecord | None, bool]:
+    def _merged(self, strategy: ReplyStrategy) -> tuple[ArrayRecord | None, bool]:
         """Return the merged model, and whether it is the plain mean of a guard.
 
         None if the round failed. The aggregators are released when this method returns.
@@ -172,10 +158,10 @@ class Averaged:
         is_mean = self.mean is not None
         del self._aggregator
         self._as_received = self.mean = None
-        if not self.record.enough(wrapped.min_replies):
+        if not self.record.enough(strategy.server.min_replies):
             return None, False
-        sent = wrapped.broadcast
-        if wrapped.wrapped_class is not FedAvg:
+        sent = strategy._broadcast
+        if strategy.wrapped_class is not FedAvg:
             sent = plain(sent)
         if (
             comparison is None
@@ -241,43 +227,44 @@ class Listed:
         merge = Averaged(Mean, self.record)
         while self._held:
             update = self._held.pop(0)
-            records = records_of_type(update.message.content, ArrayRecord)
-            merge.add(Moved(update, from_arrays(records[update.record]), {}))
+            _, arrays = only_model(update.message.content)
+            merge.add(Moved(update, from_arrays(arrays), {}))
         return merge
 
-    def result(self, wrapped: Wrapped, moved_broadcast: MovedBroadcast) -> Aggregated:
+    def result(
+        self, strategy: ReplyStrategy, moved_broadcast: MovedBroadcast
+    ) -> Aggregated:
         """Pass all updates to the base strategy."""
         if self._averaged is not None:
-            return self._averaged.result(wrapped, moved_broadcast)
+            return self._averaged.result(strategy, moved_broadcast)
         record = self.record
-        good = self._alike(wrapped)
+        good = self._alike(strategy)
         record.accepted = len(good)
         record.origins += [update.origin for update in good if update.origin]
-        if not record.enough(wrapped.min_replies):
+        if not record.enough(strategy.server.min_replies):
             return None, None
         _with_metrics([Told(update.client, update.message.content) for update in good])
-        with clips_zero(), with_metrics_of(wrapped.strategy, _finite):
+        with clips_zero(), with_metrics_of(strategy, _finite):
             arrays, metrics = _aggregated(
-                wrapped,
+                strategy,
                 record.number,
                 [update.message for update in good],
                 moved_broadcast,
             )
         if arrays is None:
             return None, metrics
-        if arrays.keys() == wrapped.broadcast.keys():
-            arrays = restored(arrays, wrapped.broadcast, self._integers)
+        if arrays.keys() == strategy._broadcast.keys():
+            arrays = restored(arrays, strategy._broadcast, self._integers)
         return arrays if record.finite(arrays) else None, metrics
 
-    def _alike(self, wrapped: Wrapped) -> list[Update]:
+    def _alike(self, strategy: ReplyStrategy) -> list[Update]:
         """Drop the updates that the base strategy could not aggregate with most.
 
         Record names and metrics have to be equal, and for some strategies weights.
         """
-        equal = equal_weights(wrapped.strategy)
 
         def layout(update: Update) -> tuple[object, ...]:
-            weight = (update.weight,) if equal else ()
+            weight = (update.weight,) if equal_weights(strategy) else ()
             return update.record, *metrics_layout(update.message.content), *weight
 
         good, odd = with_common_layout(self._held, layout)
@@ -296,7 +283,7 @@ Merge = Averaged | Listed
 
 
 def _aggregated(
-    wrapped: Wrapped,
+    strategy: ReplyStrategy,
     number: int,
     messages: list[Message],
     moved: MovedBroadcast,
@@ -306,10 +293,10 @@ def _aggregated(
         # A broadcast model that cannot be matched is not moved.
         with suppress(UpdateError):
             set_broadcast(
-                wrapped.strategy,
-                lambda: plain(as_sent(dict(moved()), wrapped.broadcast)),
+                strategy,
+                lambda: plain(as_sent(dict(moved()), strategy._broadcast)),
             )
-    return wrapped.aggregate(number, messages)
+    return strategy._aggregate_behind(number, messages)
 
 
 def _with_metrics(told: Sequence[Told]) -> list[RecordDict]:

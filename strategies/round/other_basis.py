@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from logging import INFO, WARNING
 from operator import attrgetter
 from typing import NamedTuple
@@ -70,15 +71,6 @@ class OtherBases:
         self.evidence: Evidence | None = None
         self._prepared = False
 
-    def as_it_is(self) -> None:
-        """Use no canonical form unless asked for: statistics cannot follow it."""
-        self.options = self.options.as_it_is()
-
-    @property
-    def rotates(self) -> bool:
-        """True if the residual stream is rotated, not permuted."""
-        return self.options.rotates
-
     @property
     def needs_all(self) -> bool:
         """True if the anchor, or the clients to ask, depend on every reply."""
@@ -99,12 +91,12 @@ class OtherBases:
             tied = symmetry.tied or tied_tensors(model.state_dict())
             symmetry = replace(symmetry, tied=tied)
         self.options = self.options.for_model(symmetry)
-        if self.rotates:
+        if self.options.rotates:
             check_rotates(symmetry)
         if build is None:
             return
         config = settings_of(model.config)
-        symmetry = symmetry.rotated if self.rotates else symmetry
+        symmetry = symmetry.rotated if self.options.rotates else symmetry
         try:
             check_function(model, config, symmetry, self.options.parts)
         except SymmetryError as error:
@@ -115,7 +107,7 @@ class OtherBases:
             ) from error
         # For rotated streams, weights are better evidence than random tokens
         # (docs/explanation/stream.md).
-        if reads_text(config) and not self.rotates:
+        if reads_text(config) and not self.options.rotates:
             self.evidence = probing(build, config, symmetry)
         self._prepared = True
 
@@ -139,6 +131,10 @@ class FromOtherBases(ToAnchor):
         self.other_options = others.options
         self.evidence = others.evidence
         self._matched: Found = {}
+        #: Returns the request to a client about its tensors.
+        self._request = partial(
+            request, exchange.config, canonical_form=others.options.rotates
+        )
         super().__init__(plan, broadcast, record, shared)
 
     def _check(self, tensors: Tensors, with_activations: bool) -> None:
@@ -214,7 +210,8 @@ class FromOtherBases(ToAnchor):
     @property
     def _symmetry(self) -> Symmetry:
         """The symmetry of the moves that clients send."""
-        return self.plan.symmetry.rotated if self.others.rotates else self.plan.symmetry
+        rotates = self.others.options.rotates
+        return self.plan.symmetry.rotated if rotates else self.plan.symmetry
 
     def _matched_at_clients(self, updates: Updates) -> Found:
         """Return the alignments that clients found for their own updates."""
@@ -224,23 +221,11 @@ class FromOtherBases(ToAnchor):
             if in_other_basis(update.tensors, self.base, self._symmetry)
         ]
         requests = [
-            self._request(update, self.base, update.tensors) for update in asked
+            self._request(update.question.node, self.base, update.tensors)
+            for update in asked
         ]
         return self._answers(
             requests, asked, {}, "Client %d is matched at the server: %s"
-        )
-
-    def _request(
-        self, update: Update, anchor: Tensors, tensors: Tensors, learn: bool = False
-    ) -> Message:
-        """Return the request to the client of an update, about these tensors of it."""
-        return request(
-            anchor,
-            tensors,
-            self.exchange.config,
-            update.question.node,
-            canonical_form=self.others.rotates,
-            learn=learn,
         )
 
     def _answers(
@@ -343,7 +328,7 @@ class FromOtherBases(ToAnchor):
         for name, total in mean.current.items():
             if moved[name].is_floating_point():
                 rest[name] = (total - share * moved[name]) / (1 - share)
-        return self._request(update, rest, moved, learn=True)
+        return self._request(update.question.node, rest, moved, learn=True)
 
     def move(self, update: Update) -> Moved:
         """Return the update, moved by its client's alignment if there is one."""

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Message, RecordDict
 
 from fedrot.strategies.round.update import Moved
 from fedrot.strategies.wire.arrays import (
     STATISTICS,
     TIED,
+    Precision,
     encode,
     from_arrays,
     model_records,
-    records_of_type,
+    only_model,
     replace_changed,
     same_bits,
     to_arrays,
 )
-from fedrot.strategies.wire.flower_compat import NUMPY
+from fedrot.strategies.wire.flower_compat import NUMPY, Messages
 from fedrot.tensors import TensorDict, rounded
 
 
@@ -50,10 +51,10 @@ def common_model(messages: Sequence[Message], record: str | None) -> ArrayRecord
 
 
 def to_send(
-    messages: Iterable[Message],
+    messages: Messages,
     before: ArrayRecord,
     arrays: ArrayRecord,
-    wire: torch.dtype | None,
+    wire: Precision,
 ) -> list[Message]:
     """Return messages with ``arrays``, in the wire's precision, for ``before``."""
     changed = list(messages)
@@ -61,13 +62,11 @@ def to_send(
     after = arrays if wire is None else to_arrays(from_arrays(arrays), wire)
     for message in changed if after is not before else ():
         content = message.content
-        if id(content) not in contents:
-            records = {
-                name: after if record is before else record
-                for name, record in content.items()
-            }
-            contents[id(content)] = RecordDict(records)
-        message.content = contents[id(content)]
+        records = {
+            name: after if record is before else record
+            for name, record in content.items()
+        }
+        message.content = contents.setdefault(id(content), RecordDict(records))
     return changed
 
 
@@ -78,12 +77,8 @@ def as_sent(tensors: TensorDict, sent: ArrayRecord) -> ArrayRecord:
     ``tensors`` is emptied, so that the memory of each tensor is free after it is
     encoded.
     """
-    tied = set[str]()
-    for name, array in sent.items():
-        if array.stype == TIED:
-            other = tensors[array.data.decode()]
-            if same_bits(tensors[name], other):
-                tied.add(name)
+    ties = {name: a.data.decode() for name, a in sent.items() if a.stype == TIED}
+    tied = {n for n, other in ties.items() if same_bits(tensors[n], tensors[other])}
     arrays = ArrayRecord()
     for name, array in sent.items():
         if name in tied:
@@ -108,8 +103,9 @@ def restored(
 
 def integers_of(arrays: ArrayRecord) -> ArrayRecord:
     """Return the arrays of integers and booleans."""
+    floating = ("float", "bfloat")
     return ArrayRecord(
-        {name: array for name, array in arrays.items() if not _floating(array)}
+        {name: a for name, a in arrays.items() if not a.dtype.startswith(floating)}
     )
 
 
@@ -118,12 +114,8 @@ def with_tensors(moved: Moved) -> Message:
     update = moved.update
     content = RecordDict(dict(update.message.content))
     content.pop(STATISTICS, None)
-    arrays = records_of_type(content, ArrayRecord)[update.record]
-    content[update.record] = replace_changed(arrays, update.tensors, moved.tensors)
+    name, arrays = only_model(content)
+    content[name] = replace_changed(arrays, update.tensors, moved.tensors)
     message = copy.copy(update.message)
     message.content = content
     return message
-
-
-def _floating(array: Array) -> bool:
-    return array.dtype.startswith(("float", "bfloat"))

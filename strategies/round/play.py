@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from operator import attrgetter
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 from fedrot.aggregation import Mean
@@ -23,8 +23,9 @@ from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Builder, MovedBroadcast, Update, Updates
 from fedrot.strategies.settings import Reporting, Server
 from fedrot.strategies.wire.arrays import from_arrays
-from fedrot.strategies.wire.flower_compat import figures_of
+from fedrot.strategies.wire.flower_compat import Messages
 from fedrot.strategies.wire.label_names import Names, check_names, wanted_names
+from fedrot.strategies.wire.statistics_record import Kinds
 from fedrot.tensors import Tensors
 
 #: Returns all updates of a round in the order in which they are merged.
@@ -51,7 +52,7 @@ def by_contents(updates: Updates) -> Updates:
 
 
 def play(
-    replies: Iterable[Message],
+    replies: Messages,
     inbox: Inbox,
     aligner: Aligner,
     merge: Merge,
@@ -117,6 +118,7 @@ class PlaysRounds(Strategy):
     reporting: Reporting
     #: True if a round holds all updates until every reply has arrived.
     waits: bool
+    # The inbox and merges read these, too; base strategies may have the other names.
     _broadcast: ArrayRecord
     #: The strategy with weights: a privacy wrapper contains it.
     _weighting: object
@@ -132,7 +134,7 @@ class PlaysRounds(Strategy):
         """
         return None
 
-    def needs(self, server_round: int) -> tuple[str, ...]:
+    def needs(self, server_round: int) -> Kinds:
         """Return the kinds of statistics that every reply of a round must have."""
         return ()
 
@@ -158,7 +160,7 @@ class PlaysRounds(Strategy):
 
     def _played(
         self,
-        replies: Iterable[Message],
+        replies: Messages,
         asked: Asked,
         record: RoundRecord,
         in_front: str,
@@ -177,19 +179,9 @@ class PlaysRounds(Strategy):
             kept = integers_of(self._broadcast) if self.aligns else ArrayRecord()
             merge = Listed(record, kept)
         aligner = self.aligner(broadcast, merge.mean, record)
-        inbox = Inbox(
-            asked,
-            self.schema(broadcast),
-            record,
-            weighted_by=self._weighted_by,
-            needs=self.needs(record.number),
-            uses_statistics=self.uses_statistics,
-            copy=deterministic,
-            figures=figures_of(self) | figures_of(self._weighting),
-            in_front=in_front,
-            hashes=self.reporting.hashes,
-            check_labels=self.check_labels,
-        )
+        schema = self.schema(broadcast)
+        needs = self.needs(record.number)
+        inbox = Inbox(self, asked, schema, record, needs, in_front)
         order: Order | None = list if self.waits else None
         if deterministic:
             order = by_client if self.trusts_ids else by_contents

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from logging import DEBUG, INFO, WARNING
-from typing import Any
 
 import flwr
 import torch
@@ -20,6 +19,7 @@ from fedrot.aggregation import Aggregator
 from fedrot.errors import FedrotError, SymmetryError, UpdateError, legible, refusal
 from fedrot.report import AlignmentReport
 from fedrot.strategies.reporting import verdict
+from fedrot.strategies.reporting.verdict import Metrics, Row
 from fedrot.strategies.round.update import Moved
 from fedrot.strategies.wire.arrays import from_arrays, model_hash
 from fedrot.tensors import Tensors, check_finite
@@ -42,14 +42,14 @@ class RoundRecord:
     lost: str = ""
     other_basis: int = 0
     notes: dict[str, str] = field(default_factory=dict)
-    guard: dict[str, float] = field(default_factory=dict)
+    guard: Metrics = field(default_factory=dict)
     #: The sentence of an aggregation of adapters, in place of alignment's.
     sentence: str = ""
     #: The metrics of an aggregation of adapters, and those of a fitted head.
-    measured: dict[str, float] = field(default_factory=dict)
+    measured: Metrics = field(default_factory=dict)
     #: With ``Reporting(hashes=True)``: the rows with hashes of the averaged updates,
     #: and of the model.
-    origins: list[Mapping[str, Any]] = field(default_factory=list)
+    origins: list[Row] = field(default_factory=list)
 
     def drop(self, client: int, reason: str) -> None:
         """Record a reply that is not averaged, with the reason."""
@@ -137,7 +137,7 @@ class RoundRecord:
             return False
         return True
 
-    def metrics(self, aligned: bool) -> dict[str, float]:
+    def metrics(self, aligned: bool) -> Metrics:
         """Return the round's figures over all clients (docs/reference/metrics.md).
 
         Without alignment these are the numbers of lost replies that are not 0, and the
@@ -154,9 +154,7 @@ class RoundRecord:
             figures = {name: number for name, number in lost.items() if number}
         return figures | self.guard | self.measured
 
-    def add_hashes(
-        self, before: Tensors, after: Tensors, about: Mapping[str, Any]
-    ) -> None:
+    def add_hashes(self, before: Tensors, after: Tensors, about: Row) -> None:
         """Add the row of the model's hashes and what is known ``about`` it."""
         self.origins.append(
             {
@@ -222,9 +220,9 @@ class RoundRecord:
             log(INFO, "%s%s", verdict.UNMOVED, "" if fits_head else verdict.TRY_HEAD)
         return conclusion
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[Row]:
         """Return the report's rows: per client and group, per lost reply, per note."""
-        rows: list[Mapping[str, Any]] = []
+        rows = list[Row]()
         for client, report in self.reports:
             rows += [{"client": client, **row} for row in report.rows()]
         rows += [{"client": client, "dropped": why} for client, why in self.dropped]

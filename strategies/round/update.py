@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from flwr.app import Message
 
 from fedrot.aggregation import Aggregator, Statistics
 from fedrot.report import AlignmentReport
+from fedrot.strategies.reporting.verdict import Row
 from fedrot.strategies.round.asked import Question, question_of
 from fedrot.strategies.wire.arrays import flat_bytes
 from fedrot.tensors import Tensors
@@ -45,7 +45,7 @@ class Update:
     tensors: Tensors
     weight: float
     statistics: Statistics = field(default_factory=dict)
-    origin: Mapping[str, Any] = field(default_factory=dict)
+    origin: Row = field(default_factory=dict)
 
     @property
     def question(self) -> Question:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.wire.flower_compat import NUMPY
+from fedrot.symmetry.resolve import tied_tensors
 from fedrot.tensors import Shape, Shaped, TensorDict, Tensors, unusable
 
 R = TypeVar("R", ArrayRecord, MetricRecord, ConfigRecord)
@@ -37,14 +38,27 @@ TIED = "fedrot.tied"
 #: configuration, of the kinds that the server wants this round, separated by commas.
 STATISTICS = "fedrot-statistics"
 
+#: The precision of floating-point tensors on the wire; None is their own.
+Precision = torch.dtype | None
+
 #: The precisions in which floating-point tensors can be sent.
 PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-_INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
-_FLOATS = ("float16", "float32", "float64")
-_TORCH = {
-    np.dtype(name): getattr(torch, name) for name in ("bool", *_INTEGERS, *_FLOATS)
-}
+_NAMES = (
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+)
+_TORCH = {np.dtype(name): getattr(torch, name) for name in _NAMES}
 
 #: Largest number of dimensions, and of bytes in an npy header with this number.
 _DIMENSIONS = 32
@@ -55,7 +69,7 @@ _HEADER = 1024
 _ELEMENTS = 2**48
 
 
-def to_arrays(tensors: Tensors, dtype: torch.dtype | None = None) -> ArrayRecord:
+def to_arrays(tensors: Tensors, dtype: Precision = None) -> ArrayRecord:
     """Return a model's tensors as arrays, under all of their names.
 
     Tensors of one shape and layout that share memory (tied embeddings) are sent once.
@@ -72,26 +86,18 @@ def to_arrays(tensors: Tensors, dtype: torch.dtype | None = None) -> ArrayRecord
             (complex, float8, sparse).
     """
     check_precision("dtype", dtype)
-    arrays = ArrayRecord()
-    first = dict[tuple[object, ...], str]()
     for name, tensor in tensors.items():
         if why := unusable(tensor):
             raise FedrotError(f"The tensor '{name}' {why}.")
+    first = {name: names[0] for names in tied_tensors(tensors) for name in names[1:]}
+    arrays = ArrayRecord()
+    for name, tensor in tensors.items():
         wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
         sent = tensor.detach().to(wanted).cpu()
-        memory = (
-            tensor.device,
-            tensor.data_ptr(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-        )
-        if memory in first:
-            arrays[name] = _array(sent, TIED, first[memory].encode())
+        if name in first:
+            arrays[name] = _array(sent, TIED, first[name].encode())
         else:
             arrays[name] = encode(name, sent)
-            if tensor.numel():
-                first[memory] = name
     return arrays
 
 
@@ -202,12 +208,11 @@ def encode(name: str, tensor: Tensor) -> Array:
     return _array(value, NUMPY, _npy(value))
 
 
-def decode(name: str, array: Array, known: Header | None = None) -> Tensor:
-    """Return an array's tensor, a view of its bytes if they are aligned.
+def decode(name: str, array: Array, known: Header) -> Tensor:
+    """Return an array's tensor, given its ``header``; see ``from_arrays``.
 
-    ``known`` is its ``header``, which is read if it is not given; see ``from_arrays``.
+    It is a view of the array's bytes if they are aligned.
     """
-    known = known or header(name, array)
     values = np.frombuffer(array.data, known.stored, prod(known.shape), known.start)
     if known.dtype == torch.bool and values.view(np.uint8).max(initial=0) > 1:
         raise _unreadable(name, "holds truth values other than 0 and 1")
@@ -251,9 +256,10 @@ def header(name: str, array: Array) -> Header:
         # Flower's legacy workflows leave both fields empty.
         possible.append(("", ()))
     if (array.dtype, array.shape) not in possible or bits != (held == "bfloat16"):
-        claim = f"{array.dtype!r:.60} {array.shape!r:.60}"
         raise _unreadable(
-            name, f"claims to be {claim}, but its header says {held} {shape!r:.60}"
+            name,
+            f"claims to be {array.dtype!r:.60} {array.shape!r:.60}, but its header "
+            f"says {held} {shape!r:.60}",
         )
     size = len(array.data) - start
     expected = prod(shape) * stored.itemsize
@@ -401,12 +407,12 @@ def only_model(content: RecordDict) -> tuple[str, ArrayRecord]:
     return records.popitem()
 
 
-def array_record(content: RecordDict, name: str) -> ArrayRecord:
-    """Return the ArrayRecord of this name; raises ``UpdateError`` if it is missing."""
+def tensors_in(content: RecordDict, name: str) -> TensorDict:
+    """Return the tensors of this record; raises ``UpdateError`` if it is missing."""
     record = records_of_type(content, ArrayRecord).get(name)
     if record is None:
         raise UpdateError(f"The answer has no ArrayRecord '{name}'.")
-    return record
+    return from_arrays(record)
 
 
 def without_arrays(content: RecordDict) -> RecordDict:
@@ -414,8 +420,10 @@ def without_arrays(content: RecordDict) -> RecordDict:
     small = RecordDict({**records_of_type(content, MetricRecord)})
     left = _LARGEST_CONFIGURATIONS
     for name, record in records_of_type(content, ConfigRecord).items():
-        values = (value for _, value in singly(record))
-        numbers = sum(len(v) if isinstance(v, str | bytes) else 8 for v in values)
+        numbers = sum(
+            len(value) if isinstance(value, str | bytes) else 8
+            for _, value in singly(record)
+        )
         left -= len(name) + numbers + sum(map(len, record))
         if left >= 0:
             small[name] = record

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -31,14 +31,20 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from fedrot.tensors import LARGEST_WEIGHT
 
+#: Requests, or replies.
+Messages = Iterable[Message]
+
+#: Metrics of a stage; None if there are none.
+StageMetrics = MetricRecord | None
+
 #: Aggregates the clients' metrics, given the name of the weight.
 MetricsFunction = Callable[[list[RecordDict], str], MetricRecord]
 
 #: Evaluates a round's model at the server: Flower's ``evaluate_fn``.
-Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+Evaluate = Callable[[int, ArrayRecord], StageMetrics]
 
 #: The result of a round: the new model, None if the old one stays, and metrics.
-Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
+Aggregated = tuple[ArrayRecord | None, StageMetrics]
 
 #: The legacy workflows' record of the model, without names, shapes and dtypes.
 UNNAMED_MODEL = "fitins.parameters"

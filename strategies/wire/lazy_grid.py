@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,16 @@ from flwr.app import Message, Metadata
 from flwr.serverapp import Grid
 
 from fedrot.errors import FedrotError
-from fedrot.strategies.wire.flower_compat import UNREADABLE, unavailable
+from fedrot.strategies.wire.flower_compat import UNREADABLE, Messages, unavailable
 
 #: Seconds between two polls for replies: the pause doubles up to the pause of Flower's
 #: own grids.
 FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 3.0
+
+
+#: Messages by their ids.
+ById = dict[str, Message]
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
@@ -40,8 +45,8 @@ class Replies(Sequence[Message]):
 
     def __init__(
         self,
-        asked: dict[str, Message],
-        fetch: Callable[[dict[str, Message]], Iterator[Message]],
+        asked: ById,
+        fetch: Callable[[ById], Iterator[Message]],
     ) -> None:
         self.asked = asked
         self._fetch = fetch
@@ -80,7 +85,7 @@ class Replies(Sequence[Message]):
             )
 
 
-def streamed(replies: Iterable[Message]) -> Iterable[Message]:
+def streamed(replies: Messages) -> Messages:
     """Return replies to be read once: replies of a ``LazyGrid`` are not stored."""
     return replies.stream() if isinstance(replies, Replies) else replies
 
@@ -105,29 +110,27 @@ class LazyGrid(Grid):
         self.replies = Replies({}, lambda asked: iter(()))
 
     def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
+        self, messages: Messages, *, timeout: float | None = None
     ) -> Replies:
         """Send messages, and return their replies, which are fetched when read."""
         asked = list(messages)
         self.sent = [message.metadata for message in asked]
-        ids = list(self.push_messages(asked))
+        ids = self.push_messages(asked)
         waiting = {
             message_id: message
             for message_id, message in zip(ids, asked, strict=False)
             if message_id is not None
         }
-        end = None if timeout is None else time.monotonic() + timeout
+        end = time.monotonic() + (math.inf if timeout is None else timeout)
         self.replies = Replies(waiting, partial(self._replies, end=end))
         return self.replies
 
-    def _replies(
-        self, waiting: dict[str, Message], end: float | None
-    ) -> Iterator[Message]:
+    def _replies(self, waiting: ById, end: float) -> Iterator[Message]:
         pause = FIRST_PAUSE
         arrived = set[str]()
         while waiting:
             # After the timeout, one last poll finds replies that arrived before it.
-            last = end is not None and time.monotonic() >= end
+            last = time.monotonic() >= end
             arrived.clear()
             for message_id, asked in waiting.items():
                 # A loop variable would hold the reply until the next one arrives.
@@ -140,9 +143,7 @@ class LazyGrid(Grid):
             if last or not waiting:
                 return
             pause = FIRST_PAUSE if arrived else min(2 * pause, LONGEST_PAUSE)
-            self.pause(
-                pause if end is None else min(pause, max(end - time.monotonic(), 0.0))
-            )
+            self.pause(min(pause, max(end - time.monotonic(), 0.0)))
 
     def _pulled(
         self, message_id: str, asked: Message, arrived: set[str]

@@ -13,9 +13,13 @@ from fedrot.strategies.wire.arrays import (
     check_precision,
     decode,
     encode,
+    header,
     records_of_type,
 )
 from fedrot.tensors import Shapes, TensorDict
+
+#: Kinds of statistics.
+Kinds = tuple[str, ...]
 
 #: Separators of a kind from names, and of the names that share one matrix.
 _KIND = "/"
@@ -25,7 +29,7 @@ _NAMES = "|"
 STATISTICS_PRECISIONS = (torch.float32, torch.bfloat16)
 
 
-def wanted_statistics(message: Message) -> tuple[str, ...]:
+def wanted_statistics(message: Message) -> Kinds:
     """Return the kinds of statistics that the server asks for in a training request."""
     for config in records_of_type(message.content, ConfigRecord).values():
         if STATISTICS in config:
@@ -48,18 +52,15 @@ def statistics_record(
         FedrotError: another dtype, or the name of a tensor has a '|'.
     """
     check_precision("dtype", dtype, STATISTICS_PRECISIONS)
-    odd = [
-        name for by_name in statistics.values() for name in by_name if _NAMES in name
-    ]
-    if odd:
-        raise FedrotError(
-            f"Statistics of '{odd[0]}' cannot be sent, because '{_NAMES}' separates "
-            "names. Rename the module."
-        )
     arrays = ArrayRecord()
     for kind, by_name in statistics.items():
         sharing: dict[int, list[str]] = {}
         for name, value in by_name.items():
+            if _NAMES in name:
+                raise FedrotError(
+                    f"Statistics of '{name}' cannot be sent, because '{_NAMES}' "
+                    "separates names. Rename the module."
+                )
             sharing.setdefault(id(value), []).append(name)
         for names in sharing.values():
             key = f"{kind}{_KIND}{_NAMES.join(names)}"
@@ -96,7 +97,7 @@ def read_statistics(
             raise UpdateError(
                 f"The statistics '{key}' have no kind; use statistics_record."
             )
-        value = decode(key, array)
+        value = decode(key, array, header(key, array))
         if value.dtype == torch.bfloat16:
             value = value.float()
         elif copy:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fedrot.collect.statistics import check_statistics
 from fedrot.errors import UpdateError
-from fedrot.strategies import statistics_record, to_arrays
+from fedrot.strategies import FedRot, statistics_record, to_arrays
 from fedrot.strategies.round.asked import Asked
 from fedrot.strategies.round.inbox import Inbox, Schema
 from fedrot.strategies.round.record import RoundRecord
@@ -58,7 +58,7 @@ SHAPES = {name: tuple(t.shape) for name, t in MODEL.items()}
 
 def inbox(needs):
     """Return the inbox of a round that needs these statistics."""
-    return Inbox(Asked(), Schema(MODEL), RoundRecord(1), needs=needs)
+    return Inbox(FedRot(alignment=None), Asked(), Schema(MODEL), RoundRecord(1), needs)
 
 
 DTYPES = (

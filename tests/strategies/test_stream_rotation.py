@@ -165,7 +165,7 @@ def test_by_default_the_stream_is_rotated_where_it_can_be(
 ):
     strategy = FedRot(config, other_basis=others, **more)
     broadcast(strategy, base, grid_of([silent] * 2))
-    assert strategy.other_bases.rotates is rotates
+    assert strategy.other_bases.options.rotates is rotates
     if config is not TIED and others.model:
         assert (strategy.other_bases.evidence is None) is rotates
     assert strategy.alignment.canonical is (False if "aggregation" in more else None)

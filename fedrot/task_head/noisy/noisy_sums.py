@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ from fedrot.task_head.labelled_rows import as_batch, labelled_rows, labels_in
 from fedrot.task_head.noisy.public_features import Clipping
 from fedrot.task_head.outputs import SINGLE
 from fedrot.task_head.sums import unlike
-from fedrot.tensors import TensorDict, Tensors
+from fedrot.task_head.votes import capped
+from fedrot.tensors import Shape, TensorDict, Tensors
 
 #: How far one row more or less moves the counts and sums together: it changes one count
 #: by 1, and one sum by a vector that is not longer than 1.
@@ -25,6 +27,10 @@ SENSITIVITY = math.sqrt(2)
 
 #: Accepted noise, in standard deviations.
 _FARTHEST = 12
+
+#: A site's noise may have so many times the variance of the median site's, or of a
+#: deviation of 1 row. One site with more would hide the rows of all.
+_LOUDEST = 100.0
 
 #: Sums are rounded to multiples of at most this share of the noise, so that the lowest
 #: bits of floats tell nothing about the sum without noise.
@@ -70,7 +76,7 @@ class NoisySums:
         lengths = torch.linalg.vector_norm(self.sums, dim=1)
         longest = self.counts.clamp(min=0) * (1 + 1e-3) + slack
         negative = self.counts < -_FARTHEST * deviation
-        if bool((negative | (lengths > longest)).any()):
+        if (negative | (lengths > longest)).any():
             raise UpdateError(
                 "The noisy sums are larger than so many clipped rows and their noise "
                 "can be. Send what noisy_sums returns."
@@ -100,7 +106,7 @@ class NoisySums:
         return {**vars(self), "sums": self.sums.float()}
 
     @classmethod
-    def unpacked(cls, arrays: Tensors, shape: tuple[int, int]) -> NoisySums:
+    def unpacked(cls, arrays: Tensors, shape: Shape) -> NoisySums:
         """Return the sums that a site has ``packed``.
 
         Args:
@@ -118,6 +124,20 @@ class NoisySums:
                 f"The noisy sums are {actual}, not torch.float32 {list(shape)}."
             )
         return cls(arrays["counts"], sums.double(), arrays["variance"])
+
+
+def loud(variances: Mapping[int, float]) -> list[int]:
+    """Return the keys of sums whose noise would hide the rows of all others."""
+    most = _LOUDEST * max(1.0, median(variances.values()))
+    return sorted(key for key, variance in variances.items() if variance > most)
+
+
+def capped_total(sums: Sequence[NoisySums]) -> NoisySums:
+    """Return the sums of all sites, whose rows count at most as ``capped`` says."""
+    rows = [each.rows for each in sums]
+    capping = zip(sums, rows, capped(rows), strict=True)
+    parts = [each.times(most / announced) for each, announced, most in capping]
+    return sum(parts[1:], parts[0])
 
 
 def noisy_sums(
@@ -187,7 +207,7 @@ def _read(
                 f"The labels have the shape {list(labels.shape)}. Noise hides a row "
                 "with one label, and no row with several."
             )
-        if bool((labels >= 0).any()):
+        if (labels >= 0).any():
             labelled.append(batch)
     return labelled_rows(model, labelled, SINGLE, task_head) if labelled else []
 

@@ -89,7 +89,7 @@ def client(batches=batches):
 
 
 def ask(node, update, learn=False):
-    answer = node(request(BASE, update, ConfigRecord(), 7, learn=learn))
+    answer = node(request(ConfigRecord(), 7, BASE, update, learn=learn))
     assert answer is not None
     return answer
 
@@ -285,7 +285,7 @@ def element_read(kind, element):
     """
     group = Group("g", 0, "attention", kind, (Slot("w", 0, Slice(0, 12)),))
     model = {"w": torch.randn(12, 2, generator=torch.Generator().manual_seed(5))}
-    asked = request(model, model, ConfigRecord(), 7)
+    asked = request(ConfigRecord(), 7, model, model)
     content = RecordDict({ELEMENTS: ArrayRecord({"g": element.contiguous()})})
     symmetry = Symmetry("", 1, (group,), {"w": (12, 2)})
     moves = read_moves(Message(content, reply_to=asked), symmetry)

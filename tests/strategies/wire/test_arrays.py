@@ -30,7 +30,6 @@ from fedrot.strategies.wire.arrays import (
     BFLOAT16,
     PRECISIONS,
     TIED,
-    decode,
     replace_changed,
     same_bits,
 )
@@ -256,27 +255,32 @@ def test_what_cannot_travel_is_refused_before_it_does(value, dtype, problem):
         to_arrays({"w": value}, dtype)
 
 
+def decoded(value):
+    """Return the tensor of one array."""
+    return from_arrays(ArrayRecord({"w": value}))["w"]
+
+
 def test_fortran_order_and_newer_headers_are_read():
     values = np.asfortranarray(np.arange(24, dtype=np.float32).reshape(2, 3, 4))
     found = from_arrays(ArrayRecord({"w": Array(values)}))["w"]
     assert torch.equal(found, torch.arange(24.0).reshape(2, 3, 4))
     stream = io.BytesIO()
     np.lib.format.write_array(stream, values, version=(2, 0))
-    assert torch.equal(decode("w", array(stream.getvalue(), (2, 3, 4))), found)
+    assert torch.equal(decoded(array(stream.getvalue(), (2, 3, 4))), found)
 
 
 def test_what_is_misaligned_is_copied():
     values = np.arange(3, dtype=np.float64)
     for spaces in range(8):
         text = described("(3,)", "'<f8'").replace("\n", " " * spaces + "\n")
-        found = decode("w", array(npy(text, values.tobytes()), (3,), "float64"))
+        found = decoded(array(npy(text, values.tobytes()), (3,), "float64"))
         assert found.tolist() == [0, 1, 2]
         assert found.data_ptr() % 8 == 0
 
 
 def test_legacy_records_without_shapes_are_read():
     values = np.arange(6.0).reshape(2, 3)
-    found = decode("0", array(Array(values).data, (), ""))
+    found = decoded(array(Array(values).data, (), ""))
     assert torch.equal(found, torch.from_numpy(values))
 
 
@@ -424,8 +428,8 @@ def test_a_huge_shape_is_refused_without_memory_for_it(shape):
 
 
 def test_shapes_of_truth_values_are_numbers():
-    assert decode("w", array(npy(described("(True,)"), bytes(4)), (1,))).shape == (1,)
-    assert decode("w", array(TRUTH, dtype="bool")).tolist() == [True, False]
+    assert decoded(array(npy(described("(True,)"), bytes(4)), (1,))).shape == (1,)
+    assert decoded(array(TRUTH, dtype="bool")).tolist() == [True, False]
 
 
 def test_stock_strategies_get_numpys_arrays():

@@ -173,7 +173,7 @@ def test_one_array_under_many_names_is_decoded_once(dtype, monkeypatch):
     decoded = []
     decode = records.decode
     monkeypatch.setattr(
-        records, "decode", lambda name, a: decoded.append(name) or decode(name, a)
+        records, "decode", lambda name, *a: decoded.append(name) or decode(name, *a)
     )
     large = encode("x", torch.zeros(1000, dtype=dtype))
     shapes = {"w": (4, 3), "v": (2, 3)}

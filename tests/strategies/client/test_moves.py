@@ -56,6 +56,7 @@ from tests.strategies.fakes import (
     reply,
     tensors_of,
 )
+from tests.strategies.fitting.classifiers import edited
 
 BASE = state()
 OTHER = state(3)
@@ -102,22 +103,12 @@ def elements_of(answer):
     return tensors_of(answer.content.array_records[ELEMENTS])
 
 
-def edited(edit):
-    node = client()
-
-    def answer(message):
-        found = node(message)
-        assert found is not None
-        elements = ArrayRecord(dict(edit(elements_of(found))))
-        return Message(RecordDict({ELEMENTS: elements}), reply_to=message)
-
-    return answer
-
-
 def put(name, value):
-    return edited(
-        lambda e: {**e, name: value if isinstance(value, Tensor) else value(e[name])}
-    )
+    def edit(answer):
+        elements = answer[ELEMENTS]
+        elements[name] = value if isinstance(value, Tensor) else value(elements[name])
+
+    return edited(client(), edit)
 
 
 @pytest.mark.parametrize("learn", [False, True], ids=["closed", "learned"])
@@ -142,7 +133,7 @@ def test_a_permuted_update_comes_back_exactly_in_any_order_of_the_elements():
     update = permuted(BASE, 2)
     # Orders of heads last.
     backwards = edited(
-        lambda e: dict(sorted(e.items(), key=lambda item: item[0] == HEADS))
+        client(), lambda a: a[ELEMENTS].update({HEADS: a[ELEMENTS].pop(HEADS)})
     )
     for node in (client(), backwards):
         alignment = read(ask(node, update), update)

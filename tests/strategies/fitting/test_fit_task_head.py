@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import fedrot
-from fedrot.strategies import FedRot, LabelledRows, Privacy, answer_with_sums
+from fedrot.strategies import FedRot, LabelledRows, answer_with_sums
 from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.wire.fitting_messages import LOSSES, ROWS, STAGE, SUMS
 from fedrot.task_head.losses import collect_losses, temperature_in_words
@@ -27,6 +27,7 @@ from tests.strategies.fakes import (
     tensors_of,
 )
 from tests.strategies.fitting.classifiers import (
+    ALL_ROWS,
     KINDS,
     SINGLE,
     as_predicted,
@@ -204,16 +205,10 @@ def without_the_action(message):
 
 
 def announcing(training):
-    def spoil(node):
-        def answer(message):
-            found = node(message)
-            if found is not None and ROWS in found.content:
-                vars(found.content[ROWS])["_data"].update(training=training, held_out=0)
-            return found
-
-        return answer
-
-    return spoil
+    numbers = {"training": training, "held_out": 0}
+    return lambda node: edited(
+        node, lambda answer: answer.get(ROWS, {}).update(numbers)
+    )
 
 
 #: What a client answers, a word of the reason, and the rows of it that count: those
@@ -287,7 +282,7 @@ def answering(**rows):
     both = {"training": [SINGLE.rows(7)], "held_out": [SINGLE.rows(17, 40)], **rows}
     functions = {name: (lambda own=own: own) for name, own in both.items()}
     data = LabelledRows(SINGLE.drawn, **functions)
-    answer_with_sums(app, lambda message, context: data, privacy=Privacy(1, 1))
+    answer_with_sums(app, lambda message, context: data, privacy=ALL_ROWS)
     return node_of(app)
 
 

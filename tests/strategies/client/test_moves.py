@@ -63,10 +63,7 @@ OTHER = state(3)
 LEARNING = LearningOptions(("attention",), steps=3)
 GLOBAL = fedrot.AlignmentOptions(anchor="global")
 
-ATTENTION, FFN, STREAM, OUTPUT, HEADS = (
-    SYMMETRY.select((part,))[0].name
-    for part in ("attention", "ffn", "residual", "output", "heads")
-)
+ATTENTION, HEADS = (SYMMETRY.select((part,))[0].name for part in ("attention", "heads"))
 
 
 def batches():
@@ -196,8 +193,8 @@ def doubled(e):
     return e
 
 
-def identity(value, dtype=torch.float64):
-    return (value * torch.eye(8, dtype=dtype)).expand(4, 8, 8).contiguous()
+def identity(dtype):
+    return torch.eye(8, dtype=dtype).expand(4, 8, 8).contiguous()
 
 
 REFUSED = {
@@ -207,14 +204,9 @@ REFUSED = {
     "undecodable": undecodable,
     "unknown group": put("layer.9.qk", torch.arange(4)),
     "a weight": put("bert.pooler.dense.weight", torch.ones(32, 32)),
-    "a suffix of its own": put(f"{ATTENTION}/general", identity(1.0)),
-    "a short order": put(FFN, lambda e: e[:-1].contiguous()),
-    "an order of the stream twice": put(STREAM, doubled),
-    "no sign": put(OUTPUT, lambda e: e.abs() - 1),
-    "singular": put(ATTENTION, identity(0.0)),
-    "half precision": put(ATTENTION, identity(1.0, torch.float16)),
+    "a suffix of its own": put(f"{ATTENTION}/general", identity(torch.float64)),
+    "half precision": put(ATTENTION, identity(torch.float16)),
     "NaN": put(ATTENTION, one_head(lambda e: e * math.nan)),
-    "a flat rotation": put(ATTENTION, lambda e: e[0].contiguous()),
 }
 
 
@@ -417,8 +409,7 @@ def left(message):
 
 
 BAD_NODES = {"left": left, "silent": failure} | {
-    name: REFUSED[name]
-    for name in ("failed", "no record", "NaN", "a short order", "unknown group")
+    name: REFUSED[name] for name in ("failed", "no record", "NaN", "unknown group")
 }
 
 

@@ -230,7 +230,6 @@ BAD = {
     ),
     "NaN": (scaled(SUMS, math.nan, "scatter"), "NaN or Inf", "held out"),
     "huge": (scaled(SUMS, 1e30, "sums"), "values above", "held out"),
-    "negative": (scaled(SUMS, -1.0, "counts"), "negative", "held out"),
     "more rows": (scaled(SUMS, 2.0), "announced were 40", "held out"),
     "parts of rows": (scaled(SUMS, 0.3), "announced were 40", "held out"),
     "beyond tanh": (
@@ -238,10 +237,7 @@ BAD = {
         "larger than the model's",
         "held out",
     ),
-    "impossible": (scaled(SUMS, -1.0, "scatter"), "second moments", "held out"),
     "infinite losses": (scaled(LOSSES, math.inf, "losses"), "NaN or Inf", "training"),
-    "negative losses": (scaled(LOSSES, -1.0, "losses"), "negative", "training"),
-    "no rows": (scaled(LOSSES, 0.0, "counts"), "0.0 rows", "training"),
     "half a row": (scaled(LOSSES, 1.0125, "counts"), "40.5 rows", "training"),
 }
 #: Of one kind all, of the others those whose sums have another form.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 from collections import Counter
 
 import pytest
@@ -72,28 +71,17 @@ def test_a_record_grows_by_lines_and_keeps_its_salt(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("operation", ["fsync", "open", "replace"])
-@pytest.mark.parametrize("at", range(3))
-def test_a_kill_leaves_the_old_or_the_new_record(tmp_path, operation, at):
+def test_a_write_that_fails_leaves_the_old_record(tmp_path, monkeypatch):
     record = Record(tmp_path / "record.jsonl")
     record.append({"number": 0})
-    child = os.fork()
-    if not child:
-        real = getattr(os, operation)
-        calls = iter(range(100))
 
-        def dying(*args, **kwargs):
-            if next(calls) == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
+    def fails(descriptor):
+        raise OSError("disk full")
 
-        setattr(os, operation, dying)
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match="full"):
         record.append({"number": 1})
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert [line["number"] for line in record.lines()] in ([0], [0, 1])
-    record.append({"number": 2})
-    assert record.lines()[-1] == {"number": 2}
+    assert record.lines() == [{"number": 0}]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +191,6 @@ def test_a_line_says_what_was_answered_and_left_out(tmp_path):
     assert (sums["stage"], sums["bodies"], sums["of"]) == ("sum", [body], "training")
     for line in (count, sums):
         assert line["when"].endswith("+00:00")
-        assert len(line["when"]) == len("2030-01-01T00:00:00+00:00")
         assert (line["run"], line["round"], line["withheld"]) == (77, None, False)
         assert (line["rows"], line["classes"]) == (19, 2)
         assert line["left_out"] == {"rows": 4, "classes": 1}

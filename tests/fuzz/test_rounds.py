@@ -3,7 +3,7 @@ finite.
 """
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import MetricRecord
 from flwr.serverapp.strategy import (
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
@@ -20,14 +20,10 @@ from fedrot.collect.statistics import check_statistics
 from fedrot.errors import UpdateError
 from fedrot.lora import AdapterOptions
 from fedrot.strategies import FedRotLoRA
-from fedrot.strategies.round.asked import Asked
-from fedrot.strategies.round.evaluations import readable_evaluations
 from fedrot.tensors import LARGEST_NORM, check_finite
 from tests.fuzz.cases import fuzzed
 from tests.strategies.fakes import (
     broadcast,
-    failure,
-    grid_of,
     in_front_of,
     replies,
     tensors_of,
@@ -288,44 +284,3 @@ def test_a_round_goes_on(behind, update, own, place):
     accepted = played(BEHIND[behind](), BASE, clients)
     assert accepted >= 4
     return accepted == 5
-
-
-# Evaluations
-
-
-@st.composite
-def evaluations(draw, to):
-    """Draw a hostile evaluation, or an error reply with a reason that forges lines of
-    the log.
-    """
-    if draw(st.booleans()):
-        return Message(
-            RecordDict({"metrics": MetricRecord(draw(metrics))}), reply_to=to
-        )
-    reason = draw(st.sampled_from((*HOSTILE, None, "")) | st.text())
-    return Message(Error(1, reason), reply_to=to)
-
-
-QUESTIONS = list(
-    FedAvg(min_available_nodes=4, min_evaluate_nodes=4).configure_evaluate(
-        1, ArrayRecord(BASE), ConfigRecord(), grid_of([failure] * 4)
-    )
-)
-
-
-@fuzzed(2, hostile=evaluations(QUESTIONS[0]), place=places)
-def test_evaluations_of_honest_clients_are_averaged(hostile, place):
-    own = MetricRecord({"num-examples": 10, "train_loss": 0.5})
-    honest = [
-        Message(RecordDict({"metrics": own}), reply_to=to) for to in QUESTIONS[1:]
-    ]
-    sent = [*honest[:place], hostile, hostile, *honest[place:]]
-    asked = Asked([message.metadata for message in QUESTIONS])
-    kept = readable_evaluations(sent, asked, "num-examples")
-    places = {id(message) for message in kept}
-    assert places >= {id(message) for message in honest}
-    assert len(kept) <= 4
-    assert all(m.error.reason.isprintable() for m in kept if m.has_error())
-    average = FedAvg().aggregate_evaluate(1, kept)
-    assert list(average) == ["train_loss"]
-    return id(hostile) in places

@@ -203,11 +203,6 @@ def spoilt(change):
     return train
 
 
-def undecodable(content):
-    garbage = Array(dtype="float32", shape=(3,), stype="numpy.ndarray", data=b"garbage")
-    content.array_records["arrays"]["classifier.bias"] = garbage
-
-
 def without(name):
     return {key: value for key, value in UPDATE.items() if key != name}
 
@@ -218,14 +213,9 @@ BROKEN = {
     "holds NaN or Inf": sends(
         {**UPDATE, "classifier.bias": torch.full((3,), torch.nan)}
     ),
-    "only floating-point weights": sends(
-        {k: (v * 100).int() for k, v in UPDATE.items()}
-    ),
-    "cannot be decoded": spoilt(undecodable),
     "The reply holds 2 ArrayRecords": spoilt(
         lambda content: content.update(more=ArrayRecord(UPDATE))
     ),
-    "The reply holds 0 ArrayRecords": spoilt(lambda content: content.pop("arrays")),
 }
 
 

@@ -207,7 +207,6 @@ def test_a_line_says_what_was_answered_and_left_out(tmp_path):
     assert (sums["stage"], sums["bodies"], sums["of"]) == ("sum", [body], "training")
     for line in (count, sums):
         assert line["when"].endswith("+00:00")
-        assert len(line["when"]) == len("2030-01-01T00:00:00+00:00")
         assert (line["run"], line["round"], line["withheld"]) == (77, None, False)
         assert (line["rows"], line["classes"]) == (19, 2)
         assert line["left_out"] == {"rows": 4, "classes": 1}

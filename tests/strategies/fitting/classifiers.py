@@ -13,7 +13,7 @@ from typing import Any
 
 import peft
 import torch
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.nn import functional
@@ -34,11 +34,13 @@ from tests.strategies.fakes import Client, grid_of, node_of, tensors_of
 WIDTH, OUTPUTS, CLIENTS = 16, 3, 3
 #: Of the clients' adapters.
 RANKS = (2, 4, 8)
+#: Leaves no rows out.
+ALL_ROWS = Privacy(1, 1)
 
 Rows = dict[str, Tensor]
 State = dict[str, Tensor]
-#: The arrays of an answer by record, which an edit changes in place.
-Answer = dict[str, dict[str, Tensor]]
+#: The tensors or numbers of an answer by record, which an edit changes in place.
+Answer = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -137,11 +139,12 @@ class Kind:
         training: Rows | None,
         held_out: Rows | None,
         build: Callable[[], nn.Module] | None = None,
+        privacy: Privacy = ALL_ROWS,
     ) -> Client:
         app = ClientApp()
         rows = [[given] if given is not None else [] for given in (training, held_out)]
         data = LabelledRows(build or self.drawn, lambda: rows[0], lambda: rows[1])
-        answer_with_sums(app, lambda message, context: data, privacy=Privacy(1, 1))
+        answer_with_sums(app, lambda message, context: data, privacy=privacy)
         return node_of(app)
 
     def pairs(self) -> list[tuple[Rows, Rows]]:
@@ -274,17 +277,19 @@ def as_predicted(given: Rows, model: Any = None) -> Rows:
 
 
 def edited(node: Client, edit: Callable[[Answer], None]) -> Client:
+    """Return a node whose answers are edited before they are sent."""
+
     def answer(message: Message) -> Message | None:
         found = node(message)
         assert found is not None
-        given = {
-            name: tensors_of(record)
-            for name, record in found.content.array_records.items()
-        }
-        edit(given)
-        arrays = {name: ArrayRecord(tensors) for name, tensors in given.items()}
-        return Message(
-            RecordDict({**found.content.metric_records, **arrays}), reply_to=message
-        )
+        metrics = found.content.metric_records
+        arrays = found.content.array_records
+        records = {name: dict(record) for name, record in metrics.items()}
+        records |= {name: tensors_of(record) for name, record in arrays.items()}
+        edit(records)
+        for name, record in records.items():
+            kind = MetricRecord if name in metrics else ArrayRecord
+            found.content[name] = kind(record)
+        return found
 
     return answer

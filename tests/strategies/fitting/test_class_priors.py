@@ -6,25 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flwr.app import ArrayRecord
 
 import fedrot
 from fedrot.strategies import class_priors
 from fedrot.strategies.wire.fitting_messages import COUNTS
-from tests.strategies.fakes import failure, grid_of, tensors_of
+from tests.strategies.fakes import failure, grid_of
+from tests.strategies.fitting.classifiers import edited
 from tests.strategies.fitting.feature_clients import client, drawn, fitted
 from tests.strategies.fitting.site_cases import CASES, priors_of, sites_of
 from tests.strategies.fitting.test_liars import lie
 
 
 def telling(node, edit):
-    def answer(message):
-        found = node(message)
-        counts = tensors_of(found.content[COUNTS])["counts"]
-        found.content[COUNTS] = ArrayRecord({"counts": edit(counts)})
-        return found
-
-    return answer
+    return edited(node, lambda a: a[COUNTS].update(counts=edit(a[COUNTS]["counts"])))
 
 
 def shares_of(nodes, kind):

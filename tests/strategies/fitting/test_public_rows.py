@@ -2,34 +2,35 @@
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord
 
 from fedrot.errors import FedrotError
 from fedrot.strategies import (
     FedRot,
-    LabelledRows,
     Privacy,
     PublicRows,
-    answer_with_sums,
     report_sites,
 )
 from fedrot.strategies.client.answer_record import Record
 from fedrot.strategies.fitting.class_priors import class_priors
-from fedrot.strategies.wire.arrays import to_arrays
 from fedrot.strategies.wire.fitting_messages import NOISY_SUMS
 from fedrot.task_head.noisy.noisy_fit import fit_to_noisy_sums
 from fedrot.task_head.noisy.noisy_sums import noisy_sums
 from fedrot.task_head.noisy.public_features import public_features
-from tests.strategies.fakes import grid_of, node_of, tensors_of
-from tests.strategies.fitting.classifiers import KINDS, OUTPUTS, SINGLE, WIDTH
+from tests.strategies.fakes import grid_of, tensors_of
+from tests.strategies.fitting.classifiers import (
+    ALL_ROWS,
+    KINDS,
+    OUTPUTS,
+    SINGLE,
+    WIDTH,
+    edited,
+)
+from tests.strategies.fitting.site_cases import figures_of, logits_of
 
 
-def site(kind, rows, privacy):
-    app = ClientApp()
-    data = LabelledRows(kind.drawn, lambda: [rows], lambda: [rows])
-    answer_with_sums(app, lambda message, context: data, privacy=privacy)
-    return node_of(app)
+def site(kind, rows, privacy=ALL_ROWS):
+    return kind.client(rows, rows, privacy=privacy)
 
 
 def public_of(kind):
@@ -37,15 +38,21 @@ def public_of(kind):
     return PublicRows(kind.build, lambda: [rows])
 
 
-def noisy(folder, name, epsilon=8.0, **settings):
-    return Privacy(record=folder / f"{name}.jsonl", epsilon=epsilon, **settings)
+def noisy(folder, name):
+    return Privacy(record=folder / f"{name}.jsonl", epsilon=8.0)
+
+
+def accuracy(tensors):
+    rows = SINGLE.rows(500, 300)
+    logits = logits_of(SINGLE, tensors, rows)
+    return figures_of(SINGLE, logits, rows["labels"])["accuracy"]
 
 
 @pytest.mark.parametrize("name", ["single", "adapter", "pooled"])
 def test_without_noise_the_head_is_that_of_one_place(name):
     kind = KINDS[name]
     pairs = [rows for rows, _ in kind.pairs()]
-    sites = [site(kind, rows, Privacy(1, 1)) for rows in pairs]
+    sites = [site(kind, rows) for rows in pairs]
     fitted = kind.fitted(sites, public=public_of(kind))
     model = kind.build()
     features = public_features(model, public_of(kind).batches(), kind.head)
@@ -70,12 +77,7 @@ def test_sites_with_an_epsilon_answer_once(tmp_path, caplog):
     fitted = SINGLE.fitted(sites, public=public)
     assert fitted.fitted
     assert fitted.clients == 3
-    held_out = SINGLE.rows(500, 300)
-    model = SINGLE.build()
-    model.load_state_dict(tensors_of(fitted.arrays))
-    right = SINGLE.logits(model, held_out).argmax(1) == held_out["labels"]
-    before = SINGLE.logits(SINGLE.build(), held_out).argmax(1) == held_out["labels"]
-    assert right.double().mean() > before.double().mean() + 0.1
+    assert accuracy(tensors_of(fitted.arrays)) > accuracy(SINGLE.state()) + 0.1
     assert "3 of 3 sites, about 1" in caplog.text
     for seed in range(3):
         (line,) = Record(tmp_path / f"{seed}.jsonl").lines()
@@ -84,14 +86,6 @@ def test_sites_with_an_epsilon_answer_once(tmp_path, caplog):
     with pytest.raises(FedrotError, match="spent"):
         SINGLE.fitted(sites, public=public)
     assert len(Record(tmp_path / "0.jsonl").lines()) == 1
-
-
-def test_two_releases_are_two(tmp_path):
-    sites = [site(SINGLE, SINGLE.rows(1, 90), noisy(tmp_path, 1, releases=2))]
-    for _ in range(2):
-        assert SINGLE.fitted(sites, public=public_of(SINGLE)).fitted
-    with pytest.raises(FedrotError, match="spent"):
-        SINGLE.fitted(sites, public=public_of(SINGLE))
 
 
 def test_nothing_else_is_answered(tmp_path):
@@ -117,29 +111,24 @@ def test_sites_with_few_rows_answer_in_the_same_form(tmp_path, rows):
     many = site(SINGLE, SINGLE.rows(1, 300), noisy(tmp_path, "many"))
     few = site(SINGLE, SINGLE.rows(2, rows), privacy)
     seen = []
-
-    def watched(message):
-        answer = few(message)
-        seen.append(tensors_of(answer.content.array_records[NOISY_SUMS]))
-        return answer
-
+    watched = edited(few, lambda answer: seen.append(answer[NOISY_SUMS]))
     fitted = SINGLE.fitted([many, watched], public=public_of(SINGLE))
     assert fitted.clients == 2
-    ((counts, sums, _),) = [tuple(one.values()) for one in seen]
-    assert (counts.shape, sums.shape) == ((OUTPUTS,), (OUTPUTS, WIDTH))
-    assert bool((counts != counts.round()).any())
+    (sent,) = seen
+    assert sent["sums"].shape == (OUTPUTS, WIDTH)
+    assert not torch.equal(sent["counts"], sent["counts"].round())
 
 
-def loud(answer):
-    return {name: value * 1e4 for name, value in answer.items()}
+def loud(sums):
+    sums |= {name: value * 1e4 for name, value in sums.items()}
 
 
-def boastful(answer):
-    return {**answer, "counts": answer["counts"] * 1e3}
+def boastful(sums):
+    sums["counts"] = sums["counts"] * 1e3
 
 
-def impossible(answer):
-    return {**answer, "sums": answer["sums"] * 1e3}
+def impossible(sums):
+    sums["sums"] = sums["sums"] * 1e3
 
 
 @pytest.mark.parametrize(
@@ -149,26 +138,16 @@ def test_one_liar_of_four_does_not_decide(tmp_path, caplog, lie, word):
     honest = [
         site(SINGLE, SINGLE.rows(seed, 400), noisy(tmp_path, seed)) for seed in range(4)
     ]
-
-    def liar(message):
-        answer = honest[3](message)
-        sums = tensors_of(answer.content.array_records[NOISY_SUMS])
-        record = RecordDict({NOISY_SUMS: to_arrays(lie(sums))})
-        return Message(record, reply_to=message)
-
+    liar = edited(honest[3], lambda answer: lie(answer[NOISY_SUMS]))
     fitted = SINGLE.fitted([*honest[:3], liar], public=public_of(SINGLE))
     assert word in caplog.text
-    held_out = SINGLE.rows(500, 300)
-    model = SINGLE.build()
-    model.load_state_dict(tensors_of(fitted.arrays))
-    right = SINGLE.logits(model, held_out).argmax(1) == held_out["labels"]
-    assert right.double().mean() > 0.5
+    assert accuracy(tensors_of(fitted.arrays)) > 0.5
 
 
 @pytest.mark.parametrize("name", ["multi", "regression"])
 def test_rows_with_several_numbers_are_refused(name):
     kind = KINDS[name]
-    sites = [site(kind, kind.rows(1, 50), Privacy(1, 1))]
+    sites = [site(kind, kind.rows(1, 50))]
     with pytest.raises(FedrotError, match="problem type"):
         kind.fitted(sites, public=public_of(kind))
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -18,11 +18,11 @@ from torch.nn.functional import cross_entropy
 from fedrot.strategies import (
     FedRot,
     LabelledRows,
-    Privacy,
     answer_with_sums,
     from_arrays,
 )
-from tests.strategies.fakes import grid_of, node_of, reply, tensors_of
+from tests.strategies.fakes import grid_of, node_of, reply
+from tests.strategies.fitting.classifiers import ALL_ROWS, edited
 from tests.strategies.fitting.test_liars import lie
 
 CLASSES, CLUSTERS, INPUTS, WIDTH, ROUNDS = 3, 4, 10, 12, 3
@@ -89,24 +89,9 @@ def client(seed, priors, told):
     app = ClientApp()
     app.train()(lambda message, context: trained(message, rows, seed))
     data = LabelledRows(Network, lambda: [rows], lambda: [held_out])
-    answer_with_sums(app, lambda message, context: data, privacy=Privacy(1, 1))
+    answer_with_sums(app, lambda message, context: data, privacy=ALL_ROWS)
     node = node_of(app)
-
-    def answer(message):
-        sent = node(message)
-        assert sent is not None
-        content = sent.content
-        records = {
-            **{name: dict(record) for name, record in content.metric_records.items()},
-            **{name: tensors_of(r) for name, r in content.array_records.items()},
-        }
-        told(records)
-        for name, record in records.items():
-            kind = MetricRecord if name in content.metric_records else ArrayRecord
-            content[name] = kind(record)
-        return sent
-
-    return node if told is None else answer
+    return node if told is None else edited(node, told)
 
 
 def accuracy(setup, told=None, rounds=ROUNDS):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from flwr.app import ArrayRecord
-from flwr.clientapp import ClientApp
 
-from fedrot.strategies import LabelledRows, Privacy, answer_with_sums
+from fedrot.strategies import Privacy
 from fedrot.strategies.fitting.fit_task_head import TaskHeadFitting
-from tests.strategies.fakes import grid_of, node_of, tensors_of
+from tests.strategies.fakes import grid_of, largest_difference, tensors_of
 from tests.strategies.fitting.classifiers import SINGLE
+from tests.strategies.fitting.site_cases import logits_of
 
 SCARCE = 2
 
@@ -22,18 +21,12 @@ def with_few(rows, few=4):
     return {name: values[kept] for name, values in rows.items()}
 
 
-def site(privacy, training, held_out):
-    app = ClientApp()
-    data = LabelledRows(SINGLE.drawn, lambda: [training], lambda: [held_out])
-    answer_with_sums(app, lambda message, context: data, privacy=privacy)
-    return node_of(app)
-
-
 def fitted(arrays, privacy, times=1):
     """Return the last of several fits to sites with few rows of the last class."""
     config = SINGLE.config
     config.id2label = {0: "anger", 1: "joy", SCARCE: "fear"}
-    grid = grid_of([site(privacy, *map(with_few, pair)) for pair in SINGLE.pairs()])
+    pairs = [map(with_few, pair) for pair in SINGLE.pairs()]
+    grid = grid_of(SINGLE.client(*pair, privacy=privacy) for pair in pairs)
     fitting = TaskHeadFitting(config, None, None, trusted=False)
     for _ in range(times):
         clients = fitting.clients(grid, None, 1, arrays)
@@ -43,10 +36,8 @@ def fitted(arrays, privacy, times=1):
 
 def told_apart(arrays):
     """Return how often the scarce class has a larger logit in its own rows."""
-    model = SINGLE.build()
-    model.load_state_dict(tensors_of(arrays))
     rows = SINGLE.rows(900, 600)
-    logits = SINGLE.logits(model, rows)
+    logits = logits_of(SINGLE, tensors_of(arrays), rows)
     score = logits[:, SCARCE] - logits[:, :SCARCE].logsumexp(1)
     scarce = rows["labels"] == SCARCE
     return float((score[scarce].unsqueeze(1) > score[~scarce]).double().mean())
@@ -75,5 +66,4 @@ def test_the_reason_says_that_sites_send_no_sums():
     assert not result.fitted
     assert "No client sends sums" in result.reason
     assert "Privacy" in result.reason
-    before = tensors_of(arrays)
-    assert all(torch.equal(v, before[n]) for n, v in tensors_of(result.arrays).items())
+    assert largest_difference(result.arrays, arrays) == 0

@@ -34,6 +34,7 @@ from tests.strategies.fakes import (
     reply,
     tensors_of,
 )
+from tests.strategies.fitting.classifiers import edited
 from tests.strategies.fitting.site_cases import (
     CASES,
     by_class,
@@ -125,16 +126,13 @@ LIES = [
 def lying(node, lie):
     name, place, value = lie
 
-    def answer(message):
-        found = node(message)
-        if FIGURES in found.content:
-            sent = tensors_of(found.content[FIGURES])
-            figures = {n: tensor.double() for n, tensor in sent.items()}
+    def edit(answer):
+        if FIGURES in answer:
+            figures = {n: tensor.double() for n, tensor in answer[FIGURES].items()}
             figures.setdefault(name, torch.zeros(1)).view(-1)[place] = value
-            found.content[FIGURES] = ArrayRecord(figures)
-        return found
+            answer[FIGURES] = figures
 
-    return answer
+    return edited(node, edit)
 
 
 def learning(site, folder, seed):

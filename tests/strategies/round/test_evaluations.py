@@ -21,6 +21,10 @@ def without_content(to):
     return message
 
 
+def without_reason(to):
+    return Message(Error(1), reply_to=to)
+
+
 def evaluated(strategy, answers, again=()):
     """Return the average of the answers; the first client answers again at the end."""
     grid = grid_of([failure] * len(answers))
@@ -46,7 +50,7 @@ LEFT_OUT = {
     "NaN": (evaluation(rows=5, loss=1.0, accuracy=math.nan), "'accuracy' is nan"),
     "-Inf": (evaluation(rows=5, loss=-math.inf, accuracy=1.0), "'loss' is -inf"),
     "nearly no rows": (evaluation(rows=1e-30, loss=9.0, accuracy=1.0), "from 1e-09"),
-    "failed": (lambda m: Message(Error(1, FORGED), reply_to=m), "crashed"),
+    "failed": (lambda m: Message(Error(1, FORGED), reply_to=m), "second"),
 }
 
 
@@ -93,5 +97,5 @@ def test_numbers_in_lists_are_finite_unless_no_client_has_finite_ones(warnings):
 def test_evaluations_without_examples_average_to_nothing(loss):
     strategy = FedRot(SYMMETRY)
     nothing = evaluation(**{"num-examples": 0, "loss": loss})
-    assert evaluated(strategy, [nothing] * 2) is None
+    assert evaluated(strategy, [nothing, without_reason]) is None
     assert strategy.aggregate_evaluate(1, []) is None

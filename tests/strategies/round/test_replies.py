@@ -119,18 +119,11 @@ def with_metadata(**values):
     return client
 
 
-#: Replies that are dropped, each with the word that its reason must have.
+#: Replies that are dropped, each with the word that its reason must have. What arrays,
+#: updates and statistics cannot be is tested where they are read: here is one of each.
 BAD = {
     "NaN": (sends(TENSOR * torch.nan), NAME),
-    "NaN in float16": (sends(TENSOR.half() * torch.nan), NAME),
-    **{
-        f"NaN for float16 in {dtype}": (
-            sends(**{HALF: torch.tensor([0, torch.nan, 0], dtype=dtype)}),
-            HALF,
-        )
-        for dtype in (torch.float16, torch.float32)
-    },
-    "-Inf in one row": (sends(TENSOR.index_fill(0, torch.tensor(0), -torch.inf)), NAME),
+    "NaN for float16": (sends(**{HALF: torch.tensor([0, torch.nan, 0])}), HALF),
     "beyond the largest norm": (sends(torch.full_like(TENSOR, 2 * LARGEST_NORM)), NAME),
     **{
         f"beyond float16 in {dtype}": (
@@ -140,7 +133,6 @@ BAD = {
         for dtype in (torch.float32, torch.float64, torch.bfloat16)
     },
     "another shape": (sends(TENSOR.T.contiguous()), NAME),
-    "one column less": (sends(TENSOR[:, :-1]), NAME),
     "another shape, not announced": (
         with_array("", encode("", TENSOR[:-1]).data),
         NAME,
@@ -152,10 +144,7 @@ BAD = {
         "WARNING",
     ),
     "integers": (sends(TENSOR.long()), NAME),
-    "complex": (with_array("complex64", b"x" * 9), NAME),
     "cut off": (with_array("float32", b"\x93NUMPY"), NAME),
-    "no npy": (with_array("float32", b"garbage"), NAME),
-    "a byte too many": (with_array("float32", encode("", TENSOR).data + b"0"), NAME),
     "nothing": (with_content(RecordDict.clear), "0 ArrayRecords"),
     "no tensors": (with_content(lambda c: c.update(arrays=ArrayRecord())), "missing"),
     "two models": (
@@ -173,57 +162,28 @@ BAD = {
     ),
     **{
         f"weight {weight!r:.9}": (sends(TENSOR, weight), "number from 1e-09 to 1e+12")
-        for weight in (0, -3, 1e39, 1e-30, float("inf"), float("nan"), [1, 2], 10**400)
+        for weight in (0, 1e39, 1e-30, float("nan"), [1, 2], 10**400)
     },
     **{
         f"integer {number!r:.9}": (with_metrics(more=number), "64 bits")
-        for number in (2**63, -(2**63), 10**400, [1, 10**400])
+        for number in (2**63, [1, -(2**63)])
     },
     "late": (with_metadata(_reply_to_message_id="of another round"), "no request"),
-    **{
-        f"statistics {what}": (with_gram(gram), NAME)
-        for what, gram in {
-            "in float16": INPUTS.half(),
-            "with NaN": INPUTS * torch.nan,
-            "with Inf": INPUTS / 0,
-            "too large to add": INPUTS.double() * 1e308,
-            "negative": -INPUTS,
-            "of a diagonal": INPUTS.diagonal(),
-            "asymmetric": torch.ones_like(INPUTS).triu(),
-            "too small": INPUTS[1:, 1:],
-            "not square": INPUTS[1:],
-            "of a number": torch.tensor(1.0),
-            "of four axes": INPUTS[None, None],
-            "empty": torch.ones(0, 0),
-            "cut off": Array("float32", (3,), NUMPY, b"\x93NUMPY"),
-            "of texts": Array(np.array(["a", "b"])),
-            "in another byte order": Array(INPUTS.numpy().astype(">f4")),
-        }.items()
-    },
-    "statistics of a bias": (
-        with_statistics(**{f"gram/{HALF}": torch.eye(3)}),
-        "no matrix",
+    "statistics with NaN": (with_gram(INPUTS * torch.nan), NAME),
+    "statistics cut off": (
+        with_gram(Array("float32", (3,), NUMPY, b"\x93NUMPY")),
+        NAME,
     ),
     "statistics of no name": (with_statistics(**{"gram/": INPUTS}), "no tensor"),
-    "negative fisher": (
-        with_statistics(**{f"fisher/{NAME}": -torch.ones(3, WIDTH)}),
-        "negative",
-    ),
     "a mask of floats": (
         with_statistics(**{f"{TRAINED}/{NAME}": torch.ones(3)}),
         "bool",
     ),
-    "a long mask": (
-        with_statistics(**{f"{TRAINED}/{NAME}": torch.ones(4).bool()}),
-        "[4]",
-    ),
-    "statistics of no tensor": (with_statistics(**{"gram/more": INPUTS}), "more"),
     "statistics twice": (
         with_statistics(**{GRAM: INPUTS, f"gram/x|{NAME}": INPUTS}),
         NAME,
     ),
     "statistics of no kind": (with_statistics(gram=INPUTS), "no kind"),
-    "an unknown kind": (with_statistics(**{f"hessian/{NAME}": INPUTS}), "hessian"),
     "metrics as statistics": (
         with_content(lambda c: c.update({STATISTICS: MetricRecord({"loss": 1.0})})),
         "2 MetricRecords",

@@ -23,5 +23,27 @@ def membership(data_dir: DataDir, out: Out) -> None:
     append(out, (areas(*read, rows, seed) for rows in ROWS for seed in SEEDS))
 
 
+@app.command()
+def noise(data_dir: DataDir, out: Out) -> None:
+    """Compare heads with noise, and rivals, by epsilon, data set, sites and seed."""
+    from reproductions.private.noise import SETS, public_of, rows_of, texts_of
+
+    texts = {name: texts_of(name, data_dir) for name in SETS}
+    for name, other in SETS.items():
+        append(out, rows_of(name, texts[name], public_of(texts[other][0])))
+
+
+@app.command()
+def noise_membership(data_dir: DataDir, out: Out) -> None:
+    """Test which rows are in a site's sums with noise, by epsilon and seed."""
+    from reproductions.private.noise import ASKED, SEEDS, areas, public_of, texts_of
+
+    texts, other = (
+        texts_of(name, data_dir) for name in ("dair_emotion", "crowdflower")
+    )
+    public = public_of(other[0])
+    append(out, (areas(texts, public, e, s) for e in ASKED for s in SEEDS))
+
+
 if __name__ == "__main__":
     app()

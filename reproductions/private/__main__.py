@@ -19,30 +19,18 @@ def membership(data_dir: DataDir, out: Out) -> None:
     """Test which rows are in the data of a client, for numbers of rows and seeds."""
     from reproductions.private.membership import ROWS, SEEDS, areas, texts_features
 
-    read = texts_features(data_dir)
-    append(out, (areas(*read, rows, seed) for rows in ROWS for seed in SEEDS))
+    features, labels, _ = texts_features(data_dir)
+    append(
+        out, (areas(features, labels, rows, seed) for rows in ROWS for seed in SEEDS)
+    )
 
 
 @app.command()
 def noise(data_dir: DataDir, out: Out) -> None:
-    """Compare heads with noise, and rivals, by epsilon, data set, sites and seed."""
-    from reproductions.private.noise import SETS, public_of, rows_of, texts_of
+    """Compare heads from sums with noise, by data set, sites, seed and epsilon."""
+    from reproductions.private.noise import rows_of
 
-    texts = {name: texts_of(name, data_dir) for name in SETS}
-    for name, other in SETS.items():
-        append(out, rows_of(name, texts[name], public_of(texts[other][0])))
-
-
-@app.command()
-def noise_membership(data_dir: DataDir, out: Out) -> None:
-    """Test which rows are in a site's sums with noise, by epsilon and seed."""
-    from reproductions.private.noise import ASKED, SEEDS, areas, public_of, texts_of
-
-    texts, other = (
-        texts_of(name, data_dir) for name in ("dair_emotion", "crowdflower")
-    )
-    public = public_of(other[0])
-    append(out, (areas(texts, public, e, s) for e in ASKED for s in SEEDS))
+    append(out, rows_of(data_dir))
 
 
 if __name__ == "__main__":

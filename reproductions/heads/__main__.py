@@ -80,6 +80,7 @@ def federation_of(
     pooling: str = "mean",
     bfloat16: bool = False,
     size: int = 0,
+    tests: int = 0,
 ) -> Federation:
     """Return a cell with MiniLM, of which the upper layers are trained."""
     from transformers import BertModel
@@ -89,7 +90,7 @@ def federation_of(
     from reproductions.heads.federation import Federation
 
     model = Path(source_of("minilm"))
-    cell = load(data, skew, seed, data_dir, model / "tokenizer.json", size)
+    cell = load(data, skew, seed, data_dir, model / "tokenizer.json", size, tests)
     with loading(source_of("minilm")):
         # Fused attention is slow at such lengths, above all backwards.
         bert = BertModel.from_pretrained(model, attn_implementation="eager")

@@ -103,12 +103,18 @@ class Cell:
 
 
 def load(
-    name: str, skew: float, seed: int, folder: Path, tokenizer: Path, size: int = 0
+    name: str,
+    skew: float,
+    seed: int,
+    folder: Path,
+    tokenizer: Path,
+    size: int = 0,
+    tests: int = 0,
 ) -> Cell:
     """Return a cell of the data card's Parquet files; all seeds have the same test
     rows.
 
-    ``size`` is another number of rows than ``ROWS``.
+    ``size`` and ``tests`` are other numbers of rows than ``ROWS`` and ``TEST_ROWS``.
     """
     if name == "corpora":
         return _load_corpora(seed, folder / "emotion", tokenizer)
@@ -116,8 +122,8 @@ def load(
     texts, labels = _read(folder / f"{train_file}.parquet", column, ["train"])
     test, test_labels = _read(folder / f"{test_file}.parquet", column, splits)
     random = np.random.default_rng([seed, 0])
-    rows = random.choice(len(texts), size or ROWS, replace=False)
-    chosen = np.random.default_rng(0).permutation(len(test))[:TEST_ROWS]
+    rows = random.choice(len(texts), min(size or ROWS, len(texts)), replace=False)
+    chosen = np.random.default_rng(0).permutation(len(test))[: tests or TEST_ROWS]
     ids = _encoded([*texts[rows], *test[chosen]], tokenizer)
     every = np.concatenate([labels[rows], test_labels[chosen]])
     return Cell(ids, every, divided(labels[rows], skew, seed), seed)

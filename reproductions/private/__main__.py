@@ -19,8 +19,18 @@ def membership(data_dir: DataDir, out: Out) -> None:
     """Test which rows are in the data of a client, for numbers of rows and seeds."""
     from reproductions.private.membership import ROWS, SEEDS, areas, texts_features
 
-    read = texts_features(data_dir)
-    append(out, (areas(*read, rows, seed) for rows in ROWS for seed in SEEDS))
+    features, labels, _ = texts_features(data_dir)
+    append(
+        out, (areas(features, labels, rows, seed) for rows in ROWS for seed in SEEDS)
+    )
+
+
+@app.command()
+def noise(data_dir: DataDir, out: Out) -> None:
+    """Compare heads from sums with noise, by data set, sites, seed and epsilon."""
+    from reproductions.private.noise import rows_of
+
+    append(out, rows_of(data_dir))
 
 
 if __name__ == "__main__":

@@ -29,11 +29,17 @@ TEXTS, CLASSES = 15_900, 6
 CONSTANT = 1e-6
 
 
-def texts_features(folder: Path) -> tuple[Tensor, Tensor]:
-    """Return MiniLM's features and the classes of texts of dair_emotion."""
-    federation = federation_of("dair_emotion", 0, 0, folder, size=TEXTS)
-    features = federation.features(federation.start, np.arange(TEXTS))
-    return features.double(), federation.labels[:TEXTS]
+def texts_features(
+    folder: Path, data: str = "dair_emotion", size: int = TEXTS, tests: int = 0
+) -> tuple[Tensor, Tensor, int]:
+    """Return MiniLM's features and the classes of texts, and how many are training
+    texts: at most ``size``. The others are at most ``tests`` test texts.
+    """
+    federation = federation_of(data, 0, 0, folder, size=size, tests=tests)
+    training = len(federation.cell.client)
+    labels = federation.labels[: training + tests]
+    features = federation.features(federation.start, np.arange(len(labels)))
+    return features.double(), labels, training
 
 
 def tests(

@@ -4,10 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pytest
 import torch
+from scipy.stats import norm
 from typer.testing import CliRunner
 
-from reproductions.private import __main__, membership
+from fedrot.task_head.noisy.noisy_fit import fit_to_noisy_sums
+from reproductions.private import __main__, membership, noise
 from tests.reproductions.bert import small_federation
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -35,7 +38,7 @@ def test_the_command_writes_a_line_for_each_client(tmp_path, monkeypatch):
     for name, size in sizes.items():
         monkeypatch.setattr(membership, name, size)
     monkeypatch.setattr(
-        membership, "federation_of", lambda *place, size: small_federation()
+        membership, "federation_of", lambda *place, **sizes: small_federation()
     )
     out = tmp_path / "rows.jsonl"
     line = ["membership", f"--data-dir={tmp_path}", f"--out={out}"]
@@ -47,6 +50,32 @@ def test_the_command_writes_a_line_for_each_client(tmp_path, monkeypatch):
     assert rows["leverage"][:5].min() > 0.9
 
 
+def test_the_noise_of_sites_is_that_of_their_answers(tmp_path, monkeypatch):
+    federation = small_federation()
+    monkeypatch.setattr(membership, "federation_of", lambda *place, **sizes: federation)
+    monkeypatch.setattr(noise, "SEEDS", [3])
+    monkeypatch.setattr(noise, "DIVISIONS", [(2, 100)])
+    monkeypatch.setattr(noise, "EPSILONS", [0.0, 4.0])
+    fitted = []
+
+    def fit(sums, public):
+        fitted.append(sums)
+        return fit_to_noisy_sums(sums, public)
+
+    monkeypatch.setattr(noise, "fit_to_noisy_sums", fit)
+    out = tmp_path / "rows.jsonl"
+    line = ["noise", "--data-dir=.", f"--out={out}"]
+    CliRunner().invoke(__main__.app, line, catch_exceptions=False)
+    assert pd.read_json(out, lines=True)["noises"].tolist() == [2, 1] * 8
+    # Epsilon 4 with delta 1e-5: a deviation of 1.0812 times what a row changes, 2^0.5.
+    variances = [float(sums.variance) for sums in fitted[:4]]
+    assert variances == pytest.approx([0, 0, 4.676, 2.338], rel=1e-3)
+    # Without noise: the classes of all rows of both sites.
+    torch.manual_seed(3)
+    labels = federation.labels[torch.randperm(230)[:200]]
+    assert fitted[0].counts.tolist() == labels.bincount().tolist()
+
+
 def test_the_table_of_the_page_has_the_figures_of_its_rows():
     page = (DOCS / "explanation" / "privacy.md").read_text("utf-8")
     rows = pd.read_parquet(DOCS / "results" / "private" / "membership.parquet")
@@ -56,3 +85,20 @@ def test_the_table_of_the_page_has_the_figures_of_its_rows():
     told = by_rows.mean().map("{:.3f} ± ".format) + by_rows.std().map("{:.3f}".format)
     for number in (1000, 10000):
         assert f"| {number:,} | {' | '.join(told.loc[number])} |" in page
+
+
+def test_the_table_of_noise_has_the_figures_of_its_rows():
+    page = (DOCS / "results" / "private.md").read_text("utf-8")
+    folder = DOCS / "results" / "private"
+    tested = pd.read_parquet(folder / "noise-membership.parquet")
+    found = tested.groupby("epsilon")["best"].mean()
+    rows = pd.read_parquet(folder / "noise.parquet")
+    means = rows[rows["rows"] == 750].groupby(["epsilon", "arm"], observed=True)
+    order = ["sites", "one", "gram", "dp-sgd-sites", "dp-sgd"]
+    f1 = means["macro_f1"].mean().map("{:.3f}".format).unstack()[order]
+    for epsilon in (8, 4, 2, 1):
+        # The bound of a test of one row: two normal distributions 1 / noise apart.
+        bound = norm.cdf(0.5**0.5 / noise.multiplier_of(epsilon))
+        assert found[epsilon] <= bound + 0.02
+        arms = " | ".join(f1.loc[epsilon])
+        assert f"| {epsilon} | {found[epsilon]:.3f} ({bound:.3f}) | {arms} |" in page

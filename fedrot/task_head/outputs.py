@@ -30,6 +30,9 @@ REGRESSION = "regression"
 #: Weight ``[outputs, inputs]`` and bias ``[outputs]`` of a task head.
 Layer = tuple[Tensor, Tensor]
 
+#: Labels of rows, by batch.
+Labels = Sequence[Tensor]
+
 
 class OutputKind(ABC):
     """One kind of a classifier's outputs.
@@ -61,20 +64,22 @@ class OutputKind(ABC):
     def has_label(self, labels: Tensor) -> Tensor:
         """Return which rows have a label, bool ``[rows]``, or ``[rows, tokens]``."""
 
-    def scarce(self, labels: Sequence[Tensor], minimum: int) -> Tensor:
-        """Return the classes that fewer than ``minimum`` rows have.
+    def common(self, labels: Labels, minimum: int, training: Labels = ()) -> Tensor:
+        """Return the classes that at least ``minimum`` rows have.
 
         Args:
             labels: of all rows of a site, by batch; of tokens a text is one row.
+            minimum: number of rows.
+            training: labels whose numbers count for the classes that they have.
 
         Returns:
-            bool ``[2, classes]``: rows with such a class are scarce, and of several
-            labels rows without such a label. A regression has no classes.
+            bool ``[2, classes]``: classes that so many rows have, and of several labels
+            those that so many rows lack. A regression has no classes.
         """
         return torch.zeros(2, 0, dtype=torch.bool)
 
-    def without_scarce(self, labels: Tensor, scarce: Tensor) -> Tensor:
-        """Return labels in which those of ``scarce`` rows say that there is none."""
+    def with_common(self, labels: Tensor, common: Tensor) -> Tensor:
+        """Return labels in which rows of classes that are not ``common`` have none."""
         return labels
 
     @abstractmethod
@@ -274,26 +279,33 @@ class SeveralLabels(_ValuePerOutput):
     def _allowed(self, values: Tensor) -> Tensor:
         return (values == 0) | (values == 1)
 
-    def scarce(self, labels: Sequence[Tensor], minimum: int) -> Tensor:
+    def common(self, labels: Labels, minimum: int, training: Labels = ()) -> Tensor:
         if not labels:
-            return torch.zeros(2, 1, dtype=torch.bool)  # for any number of labels
-        rows = torch.cat([*labels]).double()
-        outputs = rows.shape[1] if rows.ndim > 1 else 1
-        scarce = torch.zeros(2, outputs, dtype=torch.bool)
+            return super().common(labels, minimum)
+        seen = torch.zeros_like(self._pairs(labels), dtype=torch.bool)
+        common = ~seen
+        if training:
+            seen = self._pairs(training) > 0
+            common = self.common(training, minimum) | ~seen
         while True:
-            kept = self.without_scarce(rows, scarce).reshape(-1, outputs)
-            pairs = torch.stack([(kept == 1).sum(0), (kept == 0).sum(0)])
-            few = (pairs > 0) & (pairs < minimum)
-            if not few.any():
-                return scarce
+            kept = [self.with_common(batch, common) for batch in labels]
+            enough = common & ((self._pairs(kept) >= minimum) | seen)
+            if torch.equal(common, enough):
+                return common
             # Rows that are left out may leave few of another label.
-            scarce |= few
+            common = enough
 
-    def without_scarce(self, labels: Tensor, scarce: Tensor) -> Tensor:
+    @staticmethod
+    def _pairs(labels: Labels) -> Tensor:
+        """Return how many rows have each label, and lack it, ``[2, classes]``."""
+        rows = torch.cat([batch.reshape(len(batch), -1) for batch in labels])
+        return torch.stack([(rows == 1).sum(0), (rows == 0).sum(0)])
+
+    def with_common(self, labels: Tensor, common: Tensor) -> Tensor:
         if not labels.is_floating_point():  # refused where labels are read
             return labels
         columns = labels if labels.ndim > 1 else labels.unsqueeze(1)
-        with_label, without = scarce
+        with_label, without = ~common
         left_out = ((columns == 1) & with_label) | ((columns == 0) & without)
         missing = columns.masked_fill(left_out.any(1, keepdim=True), float("nan"))
         return missing.reshape(labels.shape)
@@ -404,20 +416,24 @@ class OneClass(OutputKind):
     def has_label(self, labels: Tensor) -> Tensor:
         return labels >= 0
 
-    def scarce(self, labels: Sequence[Tensor], minimum: int) -> Tensor:
+    def common(self, labels: Labels, minimum: int, training: Labels = ()) -> Tensor:
+        counts = {**self._texts(labels), **self._texts(training)}
+        common = torch.zeros(2, 1 + max(counts, default=-1), dtype=torch.bool)
+        for c, rows in counts.items():
+            common[0, c] = rows >= minimum
+        return common
+
+    def _texts(self, labels: Labels) -> Counter[int]:
+        """Return how many texts have each class, also of their tokens."""
         counts: Counter[int] = Counter()
         for batch in labels:
-            # A text counts once for each class of its tokens.
             for text in batch:
                 counts.update(text[self.has_label(text)].unique().tolist())
-        scarce = torch.zeros(2, 1 + max(counts, default=-1), dtype=torch.bool)
-        for c, rows in counts.items():
-            scarce[0, c] = rows < minimum
-        return scarce
+        return counts
 
-    def without_scarce(self, labels: Tensor, scarce: Tensor) -> Tensor:
-        classes = scarce[0].nonzero().to(labels)
-        return labels.masked_fill(torch.isin(labels, classes), -100)
+    def with_common(self, labels: Tensor, common: Tensor) -> Tensor:
+        classes = common[0].nonzero().to(labels)
+        return labels.masked_fill(~torch.isin(labels, classes), -100)
 
     def check_labels(self, labels: Tensor, logits: Tensor) -> Tensor:
         *places, classes = logits.shape

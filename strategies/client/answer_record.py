@@ -38,7 +38,8 @@ class Record:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        # A link stays one: its file is replaced.
+        self.path = Path(path).resolve()
 
     @contextmanager
     def locked(self) -> Iterator[None]:

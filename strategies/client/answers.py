@@ -38,6 +38,7 @@ from fedrot.strategies.wire.fitting_messages import (
     COUNT,
     COUNT_CLASSES,
     COUNTS,
+    EVALUATE,
     FIGURES,
     KEEP,
     LACKS,
@@ -67,7 +68,7 @@ from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.losses import TaskHeads, collect_losses, compare_losses
 from fedrot.task_head.noisy.noisy_sums import noisy_sums
 from fedrot.task_head.noisy.public_features import Clipping
-from fedrot.task_head.outputs import OUTPUT_KINDS
+from fedrot.task_head.outputs import OUTPUT_KINDS, usual_problem_type
 from fedrot.task_head.site_figures import site_figures
 from fedrot.task_head.site_head import collect_counts
 from fedrot.task_head.sums import ClassSums, collect_classes
@@ -100,15 +101,24 @@ def answer_with_sums(
 
     @app.query(ACTION)
     def answer(message: Message, context: Context) -> Message:
-        # Building models and drawing batches must not change the random numbers of
-        # training.
-        with torch.random.fork_rng(devices=[]):
-            request = _Request(message.content, folder, context.run_id)
-            rows = setup(message, context)
-            content = _content(request, rows, privacy, context)
-            # The server does not know the names of the client's labels.
-            if LABELS in request.config:
-                content[LABELS] = labels_record(rows.build())
+        request = _Request(message.content, folder, context.run_id)
+        try:
+            # Building models and drawing batches must not change the random numbers of
+            # training.
+            with torch.random.fork_rng(devices=[]):
+                rows = setup(message, context)
+                content = _content(request, rows, privacy, context)
+                # The server does not know the names of the client's labels.
+                if LABELS in request.config:
+                    content[LABELS] = labels_record(rows.build())
+        except Exception:
+            if privacy.epsilon is None:
+                raise
+            # The message may tell about rows, and Flower sends it.
+            log(ERROR, "No answer with noise could be made.", exc_info=True)
+            raise FedrotError(
+                "A site with an epsilon could not answer; its own log says why."
+            ) from None
         return Message(content, reply_to=message)
 
 
@@ -120,25 +130,17 @@ def _content(
     if privacy.epsilon is not None and stage != NOISY_SUM:
         # A report may be withheld by every site.
         return _withheld("" if stage == REPORT else NOISE_ALONE)
+    kept = privacy.kept(rows, request.kind_of(rows), stage == REPORT)
+    bodies = request.bodies(rows)
+    if bodies is None:
+        return RecordDict({LACKS: ConfigRecord()})
+    about = partial(request.line, rows, kept, bodies)
     try:
-        kept = privacy.kept(rows, request.kind_of(rows))
-        bodies = request.bodies(rows)
-        if bodies is None:
-            return RecordDict({LACKS: ConfigRecord()})
-        about = partial(request.line, rows, kept, bodies)
         with noted(privacy, context, about) as line:
             return request.answer(kept, bodies, line.get("multiplier", 0.0))
     except BudgetSpent as spent:
         log(WARNING, "%s", spent)
         return _withheld(SPENT)
-    except Exception:
-        if privacy.epsilon is None:
-            raise
-        # The message may tell about rows, and Flower sends it.
-        log(ERROR, "No answer with noise could be made.", exc_info=True)
-        raise FedrotError(
-            "A site with an epsilon could not answer; its own log says why."
-        ) from None
 
 
 class _Request:
@@ -161,7 +163,9 @@ class _Request:
             FedrotError: the client's model names another one than the request.
         """
         config = getattr(data.build(), "config", None)
-        of_model = getattr(config, "problem_type", None) or self._problem_type
+        # As problem_type_of reads it, of any model. A server must not choose it.
+        of_model = getattr(config, "problem_type", None)
+        of_model = of_model or usual_problem_type(getattr(config, "num_labels", 2))
         if of_model != self._problem_type:
             raise FedrotError(
                 f"The server asks about a {self._problem_type}, and the problem_type "
@@ -179,6 +183,8 @@ class _Request:
         if self.config[STAGE] in (COUNT, COUNT_CLASSES) or self.silent(data):
             return ()
         if not self._task_head:
+            if self.config[STAGE] != EVALUATE:
+                raise FedrotError("The request names no task head.")
             return [from_arrays(self._arrays[MODEL])]
         between = self._keys(BETWEEN)
         bodies = list[Tensors]()

@@ -65,4 +65,4 @@ def release_of(privacy: Privacy, lines: Iterable[Line]) -> Line:
             f"The epsilon {privacy.epsilon:g} of the site is spent: with one more "
             f"answer it is {epsilon:.3g}, says '{privacy.record}'. Nothing is sent."
         )
-    return {"multiplier": multiplier, "epsilon": epsilon}
+    return {"multiplier": multiplier, "epsilon": epsilon, "delta": privacy.delta}

@@ -32,29 +32,33 @@ class Privacy:
     Attributes:
         min_class_rows: a class with fewer training rows is left out of counts, sums,
             losses and reports. Of several labels, rows that lack a label which nearly
-            all rows have are left out, too. Of tokens, texts are counted. A report also
-            leaves out classes with fewer test rows. With fewer held-out rows in all,
-            the client sends no losses.
+            all rows have are left out, too; combinations of labels, and values of a
+            regression, are not counted, and a rare one can be read from sums. Of
+            tokens, texts are counted. A report also leaves out classes with fewer rows
+            that it is measured on. With fewer held-out rows in all, the client sends no
+            losses.
         min_rows: with fewer training rows the client sends no sums. It still receives
             the model of all clients.
         record: the site's file, in which a line is on the disk before an answer is
             sent (``fedrot report`` reads it). It has no values of rows. None: no file.
         once: whether an answer is refused if its difference to an earlier one tells
             about rows: the same was asked about the same model, and the client has
-            other rows now. It is only warned about otherwise.
+            other rows now. It is only warned about otherwise. Counts are not compared,
+            and a server that changes a model without use is not found.
         epsilon: what all noisy sums of the rows may tell together. The ``record``
-            counts it before an answer is sent; when it is spent, none is sent. None:
-            sums without noise.
+            counts it before an answer is sent; when it is spent, none is sent. A record
+            that is removed between runs forgets what was told. None: sums without
+            noise.
         delta: of the guarantee; below one over the number of rows.
         releases: how many answers ``epsilon`` is divided among.
 
     Raises:
         FedrotError: a number of rows or releases is not a whole number above 0, or
             ``epsilon`` or ``delta`` is none; or ``once`` or ``epsilon`` has no
-            ``record``.
+            ``record`` with an absolute path.
 
     Example: ``answer_with_sums(app, rows, privacy=Privacy(min_class_rows=10))``; or
-    with noise ``Privacy(epsilon=3.0, record="answers.jsonl")``
+    with noise ``Privacy(epsilon=3.0, record="/srv/site/answers.jsonl")``
     """
 
     min_class_rows: int = 5
@@ -67,11 +71,12 @@ class Privacy:
 
     def __post_init__(self) -> None:
         needs_record = self.once or self.epsilon is not None
-        if needs_record and self.record is None:
+        if needs_record and not Path(self.record or "").is_absolute():
             raise FedrotError(
-                "Privacy has once=True or an epsilon, and no record. A client's "
-                "process may end after each answer, and only a file knows the earlier "
-                "ones: Privacy(record='answers.jsonl', ...)."
+                "Privacy has once=True or an epsilon, and no record with an absolute "
+                "path. A client's process may end after each answer, and only a file "
+                "knows the earlier ones: Privacy(record='/srv/site/answers.jsonl', "
+                "...)."
             )
         if self.epsilon is not None and not 0 < self.epsilon < math.inf:
             raise FedrotError(
@@ -90,21 +95,29 @@ class Privacy:
                     f"{name} of Privacy is {value!r}; give a whole number above 0."
                 )
 
-    def kept(self, data: LabelledRows, problem_type: str) -> LabelledRows:
-        """Return a client's rows without those that it leaves out."""
+    def kept(
+        self, data: LabelledRows, problem_type: str, reports: bool = False
+    ) -> LabelledRows:
+        """Return a client's rows without those that it leaves out.
+
+        Args:
+            reports: whether the answer is a report, which names classes.
+        """
         if self.epsilon is not None:
             return data
         kind = OUTPUT_KINDS[problem_type]
         minimum = self.min_class_rows
-        scarce = kind.scarce([*labels_of(read_rows(data, "training"))], minimum)
-        kept = _without(kind, data, "training", scarce, self.min_rows)
-        kept = _without(kind, kept, "held_out", scarce, minimum)
-        if data.test is None:
-            return kept
-        # Classes with few test rows are left out of the test rows that are left.
-        kept = _without(kind, kept, "test", scarce, minimum)
-        of_test = kind.scarce([*labels_of(read_rows(kept, "test"))], minimum)
-        return _without(kind, kept, "test", of_test, minimum)
+        training = _labels(data, "training")
+        common = kind.common(training, minimum)
+        kept = _with(kind, data, "training", common, self.min_rows)
+        measured = "held_out" if data.test is None else "test"
+        for name in {"held_out", measured}:
+            common = kind.common(_labels(data, name), minimum, training)
+            kept = _with(kind, kept, name, common, minimum)
+        if reports:
+            common = kind.common(_labels(kept, measured), minimum)
+            kept = _with(kind, kept, measured, common, minimum)
+        return kept
 
 
 #: What is left out where nothing else is set.
@@ -119,15 +132,20 @@ def labelled_texts(kind: OutputKind, labels: Tensor) -> Tensor:
     return kind.has_label(labels).unsqueeze(-1).flatten(1).any(1)
 
 
-def _without(
-    kind: OutputKind, data: LabelledRows, name: str, scarce: Tensor, fewest: int
+def _labels(data: LabelledRows, name: str) -> list[Tensor]:
+    """Return the labels of the rows of this name, by batch."""
+    return [*labels_of(read_rows(data, name))]
+
+
+def _with(
+    kind: OutputKind, data: LabelledRows, name: str, common: Tensor, fewest: int
 ) -> LabelledRows:
-    """Return rows without the scarce ones of this name; none if fewer are left."""
+    """Return rows of common classes alone under this name; none if fewer are left."""
 
     def read() -> Iterator[Tensors]:
         for batch in read_rows(data, name):
             if "labels" in batch:
-                labels = kind.without_scarce(batch["labels"], scarce)
+                labels = kind.with_common(batch["labels"], common)
                 batch = {**batch, "labels": labels}
             yield batch
 

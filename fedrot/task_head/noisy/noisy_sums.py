@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -17,7 +17,6 @@ from fedrot.errors import FedrotError, UpdateError
 from fedrot.task_head.labelled_rows import as_batch, labelled_rows, labels_in
 from fedrot.task_head.noisy.public_features import Clipping
 from fedrot.task_head.outputs import SINGLE
-from fedrot.task_head.sums import unlike
 from fedrot.task_head.votes import capped
 from fedrot.tensors import Shape, TensorDict, Tensors
 
@@ -26,7 +25,7 @@ from fedrot.tensors import Shape, TensorDict, Tensors
 SENSITIVITY = math.sqrt(2)
 
 #: Accepted noise, in standard deviations.
-_FARTHEST = 12
+_FARTHEST = 6
 
 #: A site's noise may have so many times the variance of the median site's, or of a
 #: deviation of 1 row. One site with more would hide the rows of all.
@@ -45,42 +44,17 @@ class NoisySums:
     """Counts and sums of clipped rows by class, each number with noise of its own.
 
     Sums of sites add up (``+``). They are no ``ClassSums``: counts may be below 0 and
-    no whole numbers, and there is no Gram matrix.
+    no whole numbers, and there is no Gram matrix. ``unpacked`` checks them.
 
     Attributes:
         counts: rows of each class, float64 ``[classes]``.
         sums: of the rows that ``Clipping.clip`` returns, float64 ``[classes, inputs]``.
         variance: of the noise in each number, float64 ``[]``; 0 without noise.
-
-    Raises:
-        UpdateError: another dtype or shape, not finite, a variance below 0; or sums
-            that no rows and noise can have: a count far below 0, or a sum that is far
-            longer than its count.
     """
 
     counts: Tensor
     sums: Tensor
     variance: Tensor
-
-    def __post_init__(self) -> None:
-        classes, inputs = self.sums.shape if self.sums.ndim == 2 else (0, 0)
-        shapes = {"counts": (classes,), "sums": (classes, inputs), "variance": ()}
-        for name, shape in shapes.items():
-            if reason := unlike(getattr(self, name), shape):
-                raise UpdateError(f"Of the noisy sums, the '{name}' {reason}.")
-        if float(self.variance) < 0:
-            raise UpdateError("The variance of the noise is below 0.")
-        deviation = float(self.variance.sqrt())
-        # The length of noise in so many numbers, and rounding to float32.
-        slack = deviation * (math.sqrt(inputs) + 2 * _FARTHEST) + 1e-3
-        lengths = torch.linalg.vector_norm(self.sums, dim=1)
-        longest = self.counts.clamp(min=0) * (1 + 1e-3) + slack
-        negative = self.counts < -_FARTHEST * deviation
-        if (negative | (lengths > longest)).any():
-            raise UpdateError(
-                "The noisy sums are larger than so many clipped rows and their noise "
-                "can be. Send what noisy_sums returns."
-            )
 
     def __add__(self, other: NoisySums) -> NoisySums:
         """Return the sums over the rows of both."""
@@ -113,17 +87,34 @@ class NoisySums:
             shape: of the task head's weight, ``(classes, inputs)``.
 
         Raises:
-            UpdateError: other names or shapes, or the errors of ``NoisySums``.
+            UpdateError: other names, dtypes or shapes, not finite, a variance below 0;
+                or sums that no rows and noise can have: a count far below 0, or a sum
+                that is far longer than its count.
         """
-        if {*arrays} != {"counts", "sums", "variance"}:
-            raise UpdateError(f"The noisy sums are {sorted(arrays)}.")
-        sums = arrays["sums"]
-        if sums.dtype != torch.float32 or tuple(sums.shape) != shape:
-            actual = f"{sums.dtype} {list(sums.shape)}"
+        classes, inputs = shape
+        expected = {
+            "counts": (torch.float64, (classes,)),
+            "sums": (torch.float32, (classes, inputs)),
+            "variance": (torch.float64, ()),
+        }
+        claims = {name: (x.dtype, tuple(x.shape)) for name, x in arrays.items()}
+        if claims != expected:
+            raise UpdateError(f"The noisy sums are {claims}, not {expected}.")
+        received = cls(arrays["counts"], arrays["sums"].double(), arrays["variance"])
+        # NaN where the variance is below 0.
+        deviation = received.variance.sqrt()
+        lengths = torch.linalg.vector_norm(received.sums, dim=1)
+        finite = torch.isfinite(received.counts.sum() + lengths.sum() + deviation)
+        # The length of noise in so many numbers, and rounding to float32.
+        slack = deviation * (math.sqrt(inputs) + 2 * _FARTHEST) + 1e-3
+        longest = received.counts.clamp(min=0) * (1 + 1e-3) + slack
+        possible = (lengths <= longest) & (received.counts >= -_FARTHEST * deviation)
+        if not (finite & possible).all():
             raise UpdateError(
-                f"The noisy sums are {actual}, not torch.float32 {list(shape)}."
+                "The noisy sums are not finite, or larger than so many clipped rows "
+                "and their noise can be. Send what noisy_sums returns."
             )
-        return cls(arrays["counts"], sums.double(), arrays["variance"])
+        return received
 
 
 def loud(variances: Mapping[int, float]) -> list[int]:
@@ -150,14 +141,16 @@ def noisy_sums(
 ) -> NoisySums:
     """Return counts and sums over a site's rows with noise, by the Gaussian mechanism.
 
-    Neighbours are data sets with one row more or less. Rows are clipped one by one, and
-    the noise is added once, to the whole. Without rows the answer is noise alone.
+    Neighbours are data sets with one row more or less. Rows are run and clipped one by
+    one, and the noise is added once, to the whole. Without rows the answer is noise
+    alone. A model whose answer for a row depends on the rows before has no guarantee.
 
     Args:
         model: a ``transformers`` classifier of sequences with one class a row; it is
             run in evaluation mode, without gradients, and is not changed.
         batches: keyword arguments of the model's forward, with ``labels`` ``[rows]``;
-            rows with a negative label are left out.
+            rows with a label that is no class are left out. Texts need an
+            ``attention_mask``. Each row is run alone, without its padding.
         task_head: the name of the model's last linear layer, from ``task_head_of``.
         clipping: by public numbers; of any kind, the guarantee holds.
         multiplier: the deviation of the noise, in units of what one row changes; 0 adds
@@ -171,7 +164,8 @@ def noisy_sums(
     Example: ``sums = noisy_sums(model, loader, "classifier", clipping, 1.39)``
 
     Raises:
-        FedrotError: there is no such layer, or labels are no classes.
+        FedrotError: there is no such layer, a row has several labels, or texts have no
+            mask.
         UpdateError: the mean has another width than the layer.
     """
     weight = model.get_parameter(f"{task_head}.weight")
@@ -182,7 +176,9 @@ def noisy_sums(
             f"'{task_head}' {inputs}. Send that of the same body."
         )
     numbers = torch.zeros(classes, 1 + inputs, dtype=torch.float64)
-    for rows, labels, _ in _read(model, batches, task_head):
+    alone = [*_alone(batches, classes)]
+    read = labelled_rows(model, alone, SINGLE, task_head) if alone else ()
+    for rows, labels, _ in read:
         clipped = clipping.clip(rows)
         with_count = torch.cat([torch.ones_like(clipped[:, :1]), clipped], 1).cpu()
         numbers.index_add_(0, labels.cpu(), with_count)
@@ -195,21 +191,29 @@ def noisy_sums(
     return NoisySums(numbers[:, 0].clone(), numbers[:, 1:].clone(), variance)
 
 
-def _read(
-    model: nn.Module, batches: Iterable[Tensors], task_head: str
-) -> Iterable[tuple[Tensor, Tensor, int]]:
-    """Return rows and labels by batch; none if no row has a label."""
-    labelled = list[Tensors]()
+def _alone(batches: Iterable[Tensors], classes: int) -> Iterator[TensorDict]:
+    """Yield each row with a class as a batch of its own, without padding.
+
+    In one batch the others' lengths change a row's padding and its rounding, so that
+    one row more would change the features of all.
+    """
     for batch in map(as_batch, batches):
         labels = labels_in(batch)
-        if labels.ndim != 1:
+        mask = batch.get("attention_mask")
+        if labels.ndim != 1 or ("input_ids" in batch and mask is None):
             raise FedrotError(
-                f"The labels have the shape {list(labels.shape)}. Noise hides a row "
-                "with one label, and no row with several."
+                f"The labels have the shape {list(labels.shape)}, and a batch has "
+                f"{', '.join(batch)}. Noise hides a row with one label, without "
+                "padding: give texts an attention_mask."
             )
-        if (labels >= 0).any():
-            labelled.append(batch)
-    return labelled_rows(model, labelled, SINGLE, task_head) if labelled else []
+        for row in ((labels >= 0) & (labels < classes)).nonzero().flatten().tolist():
+            alone = {name: value[row : row + 1] for name, value in batch.items()}
+            if mask is not None:
+                read = mask[row].bool()
+                for name, value in batch.items():
+                    if value.shape[:2] == mask.shape:
+                        alone[name] = alone[name][:, read]
+            yield alone
 
 
 def system_noise(numbers: int) -> Tensor:
@@ -218,6 +222,6 @@ def system_noise(numbers: int) -> Tensor:
     They are made from the system's randomness, which no seed repeats.
     """
     integers = np.frombuffer(secrets.token_bytes(8 * numbers), np.uint64)
-    # The middle of one of 2^53 equal parts of the interval from 0 to 1.
-    uniform = ((integers >> np.uint64(11)) + 0.5) * 2.0**-53
+    # The middle of one of 2^52 equal parts of the interval from 0 to 1.
+    uniform = ((integers >> np.uint64(12)) + 0.5) * 2.0**-52
     return torch.from_numpy(ndtri(uniform))

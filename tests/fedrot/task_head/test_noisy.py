@@ -1,6 +1,5 @@
 """Noisy sums: what one row changes, the noise, and the head that is fitted to them."""
 
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -145,10 +144,9 @@ def test_no_bits_below_the_noise_are_sent():
 BAD = {
     "integers": {"counts": torch.ones(CLASSES, dtype=torch.int64)},
     "other-classes": {"counts": torch.ones(CLASSES + 1, dtype=torch.float64)},
-    "nan": {"sums": torch.full((CLASSES, WIDTH), torch.nan, dtype=torch.float64)},
-    "longer-than-rows": {
-        "sums": torch.full((CLASSES, WIDTH), 90.0, dtype=torch.float64)
-    },
+    "nan": {"sums": torch.full((CLASSES, WIDTH), torch.nan)},
+    "longer-than-rows": {"sums": torch.full((CLASSES, WIDTH), 90.0)},
+    "endless-rows": {"counts": torch.full((CLASSES,), torch.inf).double()},
     "far-below-zero": {"counts": torch.tensor([9.0, 9.0, -90.0]).double()},
     "variance-below-0": {"variance": torch.tensor(-1.0).double()},
     "variance-of-each": {"variance": torch.ones(2).double()},
@@ -159,7 +157,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_sums_that_no_rows_and_noise_have_are_refused(name):
     with pytest.raises(UpdateError, match="nois"):
-        replace(USUAL, **BAD[name])
+        NoisySums.unpacked({**USUAL.packed(), **BAD[name]}, (CLASSES, WIDTH))
 
 
 @pytest.mark.parametrize(

@@ -297,3 +297,11 @@ def test_few_rows_are_named_once_a_run(caplog, monkeypatch):
     caplog.clear()
     SINGLE.fitted([site(Privacy(), SINGLE.rows(0, 48), number=4)])
     assert "three times" not in caplog.text
+
+
+def test_a_link_to_a_record_stays_one(tmp_path):
+    real, link = tmp_path / "real.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(real)
+    Record(link).append({"number": 1})
+    assert link.is_symlink()
+    assert Record(real).lines() == [{"number": 1}]

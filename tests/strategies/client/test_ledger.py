@@ -19,7 +19,7 @@ def delta_of(multiplier, epsilon):
 
 
 def privacy_of(epsilon, delta=1e-5, releases=1):
-    return Privacy(record="r.jsonl", epsilon=epsilon, delta=delta, releases=releases)
+    return Privacy(record="/r.jsonl", epsilon=epsilon, delta=delta, releases=releases)
 
 
 @pytest.mark.parametrize("releases", [1, 3])
@@ -69,9 +69,10 @@ def test_a_line_that_cannot_be_counted_is_an_error(noise):
 def test_budgets_that_are_none_are_refused(settings):
     (name,) = settings
     with pytest.raises(FedrotError, match=name):
-        Privacy(**{"record": "r.jsonl", "epsilon": 3.0, **settings})
+        Privacy(**{"record": "/r.jsonl", "epsilon": 3.0, **settings})
 
 
-def test_a_budget_needs_a_ledger():
+@pytest.mark.parametrize("record", [None, "r.jsonl"])
+def test_a_budget_needs_a_ledger_in_one_place(record):
     with pytest.raises(FedrotError, match="record"):
-        Privacy(epsilon=3.0)
+        Privacy(epsilon=3.0, record=record)

@@ -30,14 +30,15 @@ def labels_of(rows):
 def test_scarce_classes_leave_all_rows_that_are_sent():
     data = data_of(
         [[0] * 6 + [1] * 4, [2] * 5 + [-100]],
-        [[0, 1, 2, 0, 2, 2]],
-        [[0] * 5 + [1] * 9 + [2] * 4],
+        [[0, 1, 2, 0, 2, 2, 3]],
+        [[0] * 5 + [1] * 9 + [2] * 4 + [3] * 5],
     )
-    kept = Privacy().kept(data, SINGLE)
+    kept = Privacy().kept(data, SINGLE, reports=True)
     assert labels_of(kept.training) == [[0] * 6 + [-100] * 4, [2] * 5 + [-100]]
-    # Of a class that is left out of training, no other row is sent.
-    assert labels_of(kept.held_out) == [[0, -100, 2, 0, 2, 2]]
-    assert labels_of(kept.test) == [[0] * 5 + [-100] * 13]
+    # Of a class that is left out of training, no other row is sent. A class without
+    # training rows is judged by the others.
+    assert labels_of(kept.held_out) == [[0, -100, 2, 0, 2, 2, -100]]
+    assert labels_of(kept.test) == [[0] * 5 + [-100] * 13 + [3] * 5]
     assert kept.build is data.build
 
 
@@ -46,7 +47,8 @@ def test_scarce_classes_leave_all_rows_that_are_sent():
     [
         ([[0] * 5 + [1] * 4], [[0] * 5], (0, 1)),  # 5 of at least 10 rows are left
         ([[0] * 10], [[0] * 4], (1, 0)),
-        ([[0] * 10], [[1] * 5], (1, 1)),  # what training lacks is not scarce there
+        ([[0] * 10], [[1] * 5], (1, 1)),
+        ([[0] * 10], [[0] * 5 + [1]], (1, 1)),
         ([], [], (0, 0)),
     ],
 )

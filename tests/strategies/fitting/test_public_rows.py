@@ -16,7 +16,7 @@ from fedrot.strategies.fitting.class_priors import class_priors
 from fedrot.strategies.wire.fitting_messages import NOISY_SUMS
 from fedrot.task_head.noisy.noisy_fit import fit_to_noisy_sums
 from fedrot.task_head.noisy.noisy_sums import noisy_sums
-from fedrot.task_head.noisy.public_features import public_features
+from fedrot.task_head.noisy.public_features import Clipping, public_features
 from tests.strategies.fakes import grid_of, tensors_of
 from tests.strategies.fitting.classifiers import (
     ALL_ROWS,
@@ -162,13 +162,48 @@ def test_labels_of_tokens_are_refused_at_the_site():
 
 
 def test_errors_of_a_site_with_an_epsilon_say_nothing_of_its_rows(tmp_path):
-    rows = SINGLE.rows(1, 30)
-    rows["labels"] = rows["labels"] + 40
+    rows = {"labels": "Jane Roe"}
     sites = [site(SINGLE, rows, noisy(tmp_path, 1))]
     with pytest.raises(FedrotError) as error:
         SINGLE.fitted(sites, public=public_of(SINGLE))
     assert "its own log" in str(error.value)
-    assert "label" not in str(error.value)
+    assert "Jane" not in str(error.value)
+
+
+def test_a_row_changes_no_other_row(tmp_path):
+    """Padding and rounding of the others depend on the rows of a batch."""
+    model = SINGLE.build()
+    embeddings = model.bert.embeddings.word_embeddings.weight.data
+    clipping = public_features(model, public_of(SINGLE).batches(), SINGLE.head).clipping
+    rows = SINGLE.rows(1, 9)
+    rows["attention_mask"][:8, 3:] = 0
+    without = {
+        name: value[:8, :3] if value.ndim > 1 else value[:8]
+        for name, value in rows.items()
+    }
+    rows["input_ids"][:8, 3:] = 0
+    # Labels that are no classes are left out.
+    rows["labels"][0] = without["labels"][0] = 99
+    for padding, radius in (
+        (torch.nan, clipping.radius),
+        (0.0, clipping.radius * 1e-9),
+    ):
+        embeddings[0] = padding
+        if not padding:
+            embeddings[:] = 1.0
+        strange = Clipping(clipping.mean, radius)
+        whole, part = (
+            noisy_sums(model, [batch], SINGLE.head, strange, 0.0)
+            for batch in (rows, without)
+        )
+        change = torch.cat(
+            [(whole.sums - part.sums).flatten(), whole.counts - part.counts]
+        )
+        assert float(change.norm()) <= 2**0.5 + 1e-9
+        assert float(whole.counts.sum()) == 8
+    del rows["attention_mask"]
+    with pytest.raises(FedrotError, match="attention_mask"):
+        noisy_sums(model, [rows], SINGLE.head, clipping, 1.0)
 
 
 def test_public_rows_are_functions():

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -150,4 +151,5 @@ def _with(
             yield batch
 
     left = sum(int(labelled_texts(kind, labels).sum()) for labels in labels_of(read()))
-    return replace(data, **{name: read if left >= fewest else list})
+    rows: dict[str, Any] = {name: read if left >= fewest else list}
+    return replace(data, **rows)

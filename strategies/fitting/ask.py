@@ -148,7 +148,7 @@ class Clients:
             KEEP: [body.key for body in (*bodies, *keep)],
             BETWEEN: [half.key for body in bodies for half in body.between],
         }
-        config = {
+        config: dict[str, Any] = {
             **(self.config or {}),
             STAGE: stage,
             TASK_HEAD: self.task_head,

@@ -38,7 +38,6 @@ from fedrot.strategies.wire.fitting_messages import (
     COUNT,
     COUNT_CLASSES,
     COUNTS,
-    EVALUATE,
     FIGURES,
     KEEP,
     LACKS,
@@ -164,8 +163,9 @@ class _Request:
         """
         config = getattr(data.build(), "config", None)
         # As problem_type_of reads it, of any model. A server must not choose it.
-        of_model = getattr(config, "problem_type", None)
-        of_model = of_model or usual_problem_type(getattr(config, "num_labels", 2))
+        of_model = getattr(config, "problem_type", None) or usual_problem_type(
+            getattr(config, "num_labels", 2)
+        )
         if of_model != self._problem_type:
             raise FedrotError(
                 f"The server asks about a {self._problem_type}, and the problem_type "
@@ -183,8 +183,6 @@ class _Request:
         if self.config[STAGE] in (COUNT, COUNT_CLASSES) or self.silent(data):
             return ()
         if not self._task_head:
-            if self.config[STAGE] != EVALUATE:
-                raise FedrotError("The request names no task head.")
             return [from_arrays(self._arrays[MODEL])]
         between = self._keys(BETWEEN)
         bodies = list[Tensors]()

@@ -47,9 +47,7 @@ def release_of(privacy: Privacy, lines: Iterable[Line]) -> Line:
             "pip install 'fedrot[privacy]'."
         ) from error
     wanted = common.DifferentialPrivacyParameters(privacy.epsilon, privacy.delta)
-    multiplier: float = accountant.get_smallest_gaussian_noise(
-        wanted, privacy.releases, 1.0
-    )
+    multiplier = accountant.get_smallest_gaussian_noise(wanted, privacy.releases, 1.0)
     earlier = [line["multiplier"] for line in lines if "multiplier" in line]
     told = PLDAccountant()
     for noise in (*earlier, multiplier):
@@ -59,7 +57,7 @@ def release_of(privacy: Privacy, lines: Iterable[Line]) -> Line:
                 " Restore the record from a copy; nothing is sent."
             )
         told.compose(dp_accounting.GaussianDpEvent(noise))
-    epsilon: float = told.get_epsilon(privacy.delta)
+    epsilon = told.get_epsilon(privacy.delta)
     if epsilon > privacy.epsilon * (1 + _ROUNDING):
         raise BudgetSpent(
             f"The epsilon {privacy.epsilon:g} of the site is spent: with one more "

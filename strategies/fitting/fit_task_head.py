@@ -85,6 +85,8 @@ def fit_task_head(
     clients = fitting.clients(grid, config, timeout, arrays)
     clients.without = frozenset(map(int, without))
     if public is not None:
+        if not isinstance(public, PublicRows):
+            raise FedrotError("public has to be a PublicRows(build, batches).")
         body = fitting.body(arrays, clients.task_head)
         return fit_with_public_rows(clients, body, public)
     result = fitting.fit(clients, arrays)

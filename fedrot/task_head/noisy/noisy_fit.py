@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedrot.errors import FedrotError
 from fedrot.task_head.covariance import ShrunkCovariance
 from fedrot.task_head.noisy.noisy_sums import NoisySums
 from fedrot.task_head.noisy.public_features import PublicFeatures
@@ -46,10 +45,8 @@ def fit_to_noisy_sums(
     Example: ``weight, bias, priors = fit_to_noisy_sums(total, public)``
 
     Raises:
-        FedrotError: there are fewer than two classes.
+        UpdateError: there are fewer than two classes.
     """
-    if len(total.counts) < 2:
-        raise FedrotError("A task head from noisy sums needs two classes at least.")
     radius = public.clipping.radius
     values = public.values / radius**2
     spread = (1 - SHRINKAGE) * values + SHRINKAGE * values.mean()

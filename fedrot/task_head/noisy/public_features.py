@@ -107,6 +107,5 @@ def public_features(
 def _with_labels(batches: Iterable[Tensors]) -> Iterator[TensorDict]:
     """Yield batches with a label for each row, since rows without one are not read."""
     for batch in batches:
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        rows = len(next(iter(inputs.values()), ()))
-        yield {**inputs, "labels": torch.zeros(rows, dtype=torch.int64)}
+        rows = len(next(iter(batch.values())))
+        yield {**batch, "labels": torch.zeros(rows, dtype=torch.int64)}

@@ -1,6 +1,5 @@
 """Noisy sums: what one row changes, the noise, and the head that is fitted to them."""
 
-
 import numpy as np
 import pytest
 import torch

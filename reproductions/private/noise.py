@@ -49,7 +49,7 @@ class Identity(nn.ModuleDict):
 def multiplier_of(epsilon: float) -> float:
     """Return the noise of one answer, as a site's ledger has it."""
     return (
-        epsilon and release_of(Privacy(epsilon=epsilon, record="-"), [])["multiplier"]
+        epsilon and release_of(Privacy(epsilon=epsilon, record="/-"), [])["multiplier"]
     )
 
 

@@ -17,6 +17,7 @@ from flwr.app import (
 )
 from flwr.clientapp import ClientApp
 from flwr.common import log
+from torch import nn
 
 from fedrot.errors import FedrotError
 from fedrot.strategies.client.answer_line import noted, rows_noted
@@ -73,7 +74,7 @@ from fedrot.task_head.site_head import collect_counts
 from fedrot.task_head.sums import ClassSums, collect_classes
 from fedrot.tensors import Tensors
 
-#: Runs with a warning.
+#: Runs with a warning that few rows are summed.
 _WARNED = set[int]()
 
 
@@ -106,10 +107,12 @@ def answer_with_sums(
             # training.
             with torch.random.fork_rng(devices=[]):
                 rows = setup(message, context)
-                content = _content(request, rows, privacy, context)
+                # Built before the answer is counted, so that a failure costs nothing.
+                model = rows.build()
+                content = _content(request, rows, model, privacy, context)
                 # The server does not know the names of the client's labels.
                 if LABELS in request.config:
-                    content[LABELS] = labels_record(rows.build())
+                    content[LABELS] = labels_record(model)
         except Exception:
             if privacy.epsilon is None:
                 raise
@@ -122,21 +125,25 @@ def answer_with_sums(
 
 
 def _content(
-    request: _Request, rows: LabelledRows, privacy: Privacy, context: Context
+    request: _Request,
+    rows: LabelledRows,
+    model: nn.Module,
+    privacy: Privacy,
+    context: Context,
 ) -> RecordDict:
     """Return what a client answers, or that it does not."""
     stage = request.config[STAGE]
     if privacy.epsilon is not None and stage != NOISY_SUM:
         # A report may be withheld by every site.
         return _withheld("" if stage == REPORT else NOISE_ALONE)
-    kept = privacy.kept(rows, request.kind_of(rows), stage == REPORT)
+    kept = privacy.kept(rows, request.kind_of(model), stage == REPORT)
     bodies = request.bodies(rows)
     if bodies is None:
         return RecordDict({LACKS: ConfigRecord()})
-    about = partial(request.line, rows, kept, bodies)
     try:
-        with noted(privacy, context, about) as line:
-            return request.answer(kept, bodies, line.get("multiplier", 0.0))
+        with noted(privacy, context, partial(request.line, rows, kept, bodies)) as line:
+            noise = line["multiplier"] if privacy.epsilon is not None else 0.0
+            return request.answer(model, kept, bodies, noise)
     except BudgetSpent as spent:
         log(WARNING, "%s", spent)
         return _withheld(SPENT)
@@ -155,24 +162,27 @@ class _Request:
         self._problem_type = str(self.config[PROBLEM_TYPE])
         self._shelf = Shelf(folder, run, self._task_head)
 
-    def kind_of(self, data: LabelledRows) -> str:
-        """Return the problem type that decides which rows are left out.
+    def kind_of(self, model: nn.Module) -> str:
+        """Return the problem type, which decides which rows are left out.
+
+        It is that of the client's model.
 
         Raises:
-            FedrotError: the client's model names another one than the request.
+            FedrotError: a request about a task head names another one.
         """
-        config = getattr(data.build(), "config", None)
+        config = getattr(model, "config", None)
         # As problem_type_of reads it, of any model. A server must not choose it.
         of_model = getattr(config, "problem_type", None) or usual_problem_type(
             getattr(config, "num_labels", 2)
         )
-        if of_model != self._problem_type:
+        if self._task_head and of_model != self._problem_type:
             raise FedrotError(
                 f"The server asks about a {self._problem_type}, and the problem_type "
                 f"of the client's model is {of_model}. Set the same one in both "
                 "configurations."
             )
-        return self._problem_type
+        self._problem_type = of_model
+        return of_model
 
     def silent(self, data: LabelledRows) -> bool:
         """Return whether a report is asked for that the site does not give."""
@@ -221,10 +231,6 @@ class _Request:
         sent, every = (
             rows_noted(read_rows(rows, name), kind, salt) for rows in (kept, data)
         )
-        left_out = {
-            "rows": every["rows"] - sent["rows"],
-            "classes": len(every["classes"] - sent["classes"]),
-        }
         return {
             "round": self.config.get("server-round"),
             "stage": stage,
@@ -233,16 +239,26 @@ class _Request:
             "classes": len(sent["classes"]),
             # A server may name a body otherwise.
             "bodies": [hash_of(body, self._task_head)[:16] for body in bodies],
-            "left_out": left_out,
+            "left_out": {
+                "rows": every["rows"] - sent["rows"],
+                "classes": len(every["classes"] - sent["classes"]),
+            },
             "withheld": self.silent(data) or sent["rows"] < 1 <= every["rows"],
         }
 
     def answer(
-        self, data: LabelledRows, bodies: Sequence[Tensors], noise: float
+        self,
+        model: nn.Module,
+        data: LabelledRows,
+        bodies: Sequence[Tensors],
+        noise: float,
     ) -> RecordDict:
         """Return the answer about ``bodies``.
 
         Args:
+            model: receives them.
+            data: the rows that are not left out.
+            bodies: that are asked about.
             noise: the multiplier of noisy sums; see ``noisy_sums``.
         """
         stage = self.config[STAGE]
@@ -259,7 +275,6 @@ class _Request:
             return RecordDict({ROWS: counts})
         if self.silent(data):
             return _withheld()
-        model = data.build()
         if stage == COUNT_CLASSES:
             by_class = collect_counts(model, training(), self._problem_type)
             return RecordDict({COUNTS: to_arrays({"counts": by_class})})

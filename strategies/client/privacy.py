@@ -25,10 +25,10 @@ class Privacy:
 
     With an ``epsilon`` the client answers requests for noisy sums alone (``public`` of
     ``fit_task_head``), and always in the same form. Every row counts then, since the
-    noise hides each of them: ``min_class_rows`` and ``min_rows`` leave none out. The
-    guarantee is that of (epsilon, delta) differential privacy, for data sets that
-    differ by one *row*: several rows of one patient are not hidden as one. It covers
-    these answers, and no updates of training.
+    noise bounds what each of them tells: ``min_class_rows`` and ``min_rows`` leave none
+    out. The guarantee is that of (epsilon, delta) differential privacy, for data sets
+    that differ by one *row* more or less: several rows of one patient are not hidden as
+    one. It covers these answers, and no updates of training.
 
     Attributes:
         min_class_rows: a class with fewer training rows is left out of counts, sums,
@@ -38,20 +38,23 @@ class Privacy:
             tokens, texts are counted. A report also leaves out classes with fewer rows
             that it is measured on. With fewer held-out rows in all, the client sends no
             losses.
-        min_rows: with fewer training rows the client sends no sums. It still receives
+        min_rows: with fewer training rows the client sends no sums and no report. It
+            still receives
             the model of all clients.
         record: the site's file, in which a line is on the disk before an answer is
             sent (``fedrot report`` reads it). It has no values of rows. None: no file.
         once: whether an answer is refused if its difference to an earlier one tells
             about rows: the same was asked about the same model, and the client has
-            other rows now. It is only warned about otherwise. Counts are not compared,
-            and a server that changes a model without use is not found.
+            other rows now. It is only warned about otherwise. Not compared are counts
+            and the training rows of reports; a server that changes a model without use
+            is not found. It means nothing with an ``epsilon``.
         epsilon: what all noisy sums of the rows may tell together. The ``record``
             counts it before an answer is sent; when it is spent, none is sent. A record
             that is removed between runs forgets what was told. None: sums without
             noise.
         delta: of the guarantee; below one over the number of rows.
-        releases: how many answers ``epsilon`` is divided among.
+        releases: how many answers have the ``epsilon`` together. An answer that is
+            lost, late or left out by the server counts, too.
 
     Raises:
         FedrotError: a number of rows or releases is not a whole number above 0, or
@@ -71,8 +74,9 @@ class Privacy:
     releases: int = 1
 
     def __post_init__(self) -> None:
-        needs_record = self.once or self.epsilon is not None
-        if needs_record and not Path(self.record or "").is_absolute():
+        if (self.once or self.epsilon is not None) and not Path(
+            self.record or ""
+        ).is_absolute():
             raise FedrotError(
                 "Privacy has once=True or an epsilon, and no record with an absolute "
                 "path. A client's process may end after each answer, and only a file "
@@ -112,7 +116,8 @@ class Privacy:
         common = kind.common(training, minimum)
         kept = _with(kind, data, "training", common, self.min_rows)
         measured = "held_out" if data.test is None else "test"
-        for name in {"held_out", measured}:
+        # Only a report reads test rows.
+        for name in {"held_out", measured} if reports else {"held_out"}:
             common = kind.common(_labels(data, name), minimum, training)
             kept = _with(kind, kept, name, common, minimum)
         if reports:

@@ -221,7 +221,9 @@ class Clients:
                 asked.accept(reply)
                 if LABELS in reply.content:
                     self.names.setdefault(node, read_names(reply.content))
-                check_refusal(reply.content)
+                configs = records_of_type(reply.content, ConfigRecord)
+                if WITHHELD in configs and (reason := configs[WITHHELD].get(REASON)):
+                    raise UpdateError(_REFUSALS[str(reason)])
                 # What is read may count at once.
                 check_names(self.names.get(node, ()), label_names(self.described))
                 answers[node] = read(node, reply.content)
@@ -245,13 +247,6 @@ class Clients:
         if not answers:
             raise FedrotError(f"No client gave a usable answer. {last_reason}")
         return answers
-
-
-def check_refusal(content: RecordDict) -> None:
-    """Raise ``UpdateError`` if a site with an epsilon does not answer."""
-    configs = records_of_type(content, ConfigRecord)
-    if WITHHELD in configs and (reason := configs[WITHHELD].get(REASON)):
-        raise UpdateError(_REFUSALS[str(reason)])
 
 
 def are_counts(numbers: Tensor) -> Tensor:

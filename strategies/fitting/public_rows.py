@@ -74,12 +74,15 @@ def fit_with_public_rows(
             f"for {SINGLE} alone: several labels of a row, and its numbers, have no "
             "bound that one row keeps. Fit without public=."
         )
-    model = loaded(public.build(), from_arrays(body.sent))
-    features = public_features(model, public.batches(), clients.task_head)
-    head = body.unfitted(1.0)
+    features = public_features(
+        loaded(public.build(), from_arrays(body.sent)),
+        public.batches(),
+        clients.task_head,
+    )
 
     def read(node: int, content: RecordDict) -> NoisySums:
-        return NoisySums.unpacked(tensors_in(content, NOISY_SUMS), head.weight.shape)
+        shape = body.unfitted(1.0).weight.shape
+        return NoisySums.unpacked(tensors_in(content, NOISY_SUMS), shape)
 
     nodes = [*clients.grid.get_node_ids()]
     content = {PUBLIC: to_arrays(vars(features.clipping))}
@@ -92,7 +95,8 @@ def fit_with_public_rows(
             "the rows of all others. Their epsilon is much smaller, or they lie.",
             ", ".join(map(str, left_out)),
         )
-    kept = [sums for node, sums in answers.items() if node not in left_out]
+    # Sums of floats depend on their order.
+    kept = [answers[node] for node in sorted(answers) if node not in left_out]
     total = capped_total(kept)
     weight, offset, priors = fit_to_noisy_sums(total, features, body.has_bias)
     log(

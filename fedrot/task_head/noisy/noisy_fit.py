@@ -59,14 +59,16 @@ def fit_to_noisy_sums(
     errors = (total.variance / counts.square()).unsqueeze(1) + spread / counts[:, None]
     signal = _signal(differences.square() / spread, errors / spread) * spread
     known = signal / (signal + errors)
-    unknown = priors @ (known * errors)
     means = radius * (mean + known * differences) @ public.vectors.mT
     means = public.clipping.mean + means
-    inside = TEMPERATURE * radius**2 * (spread + unknown)
-    ones = torch.ones_like(inside)
-    covariance = ShrunkCovariance(inside, public.vectors, ones, 0.0)
-    kind = OUTPUT_KINDS[SINGLE]
-    weight, offset = kind.fit(counts, counts.unsqueeze(1) * means, covariance, None)
+    # What stays unknown of the means spreads rows around them.
+    inside = TEMPERATURE * radius**2 * (spread + priors @ (known * errors))
+    covariance = ShrunkCovariance(
+        inside, public.vectors, torch.ones_like(inside), shrinkage=0.0
+    )
+    weight, offset = OUTPUT_KINDS[SINGLE].fit(
+        counts, counts.unsqueeze(1) * means, covariance, None
+    )
     if not bias:
         weight = weight + torch.outer(offset, covariance.ridge_of_one(means, priors))
         offset = torch.zeros_like(offset)

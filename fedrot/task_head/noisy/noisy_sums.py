@@ -125,10 +125,13 @@ def loud(variances: Mapping[int, float]) -> list[int]:
 
 def capped_total(sums: Sequence[NoisySums]) -> NoisySums:
     """Return the sums of all sites, whose rows count at most as ``capped`` says."""
-    rows = [each.rows for each in sums]
-    capping = zip(sums, rows, capped(rows), strict=True)
-    parts = [each.times(most / announced) for each, announced, most in capping]
-    return sum(parts[1:], parts[0])
+    # Sites whose rows are not above their noise would lower the median of all.
+    heard = [s for s in sums if s.rows**2 > 1 + len(s.counts) * float(s.variance)]
+    kept = heard or sums
+    largest = capped([each.rows for each in kept])
+    pairs = zip(kept, largest, strict=True)
+    first, *others = (each.times(most / each.rows) for each, most in pairs)
+    return sum(others, first)
 
 
 def noisy_sums(
@@ -207,12 +210,13 @@ def _alone(batches: Iterable[Tensors], classes: int) -> Iterator[TensorDict]:
                 "padding: give texts an attention_mask."
             )
         for row in ((labels >= 0) & (labels < classes)).nonzero().flatten().tolist():
-            alone = {name: value[row : row + 1] for name, value in batch.items()}
-            if mask is not None:
-                read = mask[row].bool()
-                for name, value in batch.items():
-                    if value.shape[:2] == mask.shape:
-                        alone[name] = alone[name][:, read]
+            alone = dict(batch)
+            for name, value in batch.items():
+                # What has another length is no tensor by row.
+                if len(value) == len(labels):
+                    alone[name] = value[row : row + 1]
+                if mask is not None and value.shape[:2] == mask.shape:
+                    alone[name] = alone[name][:, mask[row].bool()]
             yield alone
 
 
@@ -223,5 +227,4 @@ def system_noise(numbers: int) -> Tensor:
     """
     integers = np.frombuffer(secrets.token_bytes(8 * numbers), np.uint64)
     # The middle of one of 2^52 equal parts of the interval from 0 to 1.
-    uniform = ((integers >> np.uint64(12)) + 0.5) * 2.0**-52
-    return torch.from_numpy(ndtri(uniform))
+    return torch.from_numpy(ndtri(((integers >> np.uint64(12)) + 0.5) * 2.0**-52))

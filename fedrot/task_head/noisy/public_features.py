@@ -53,8 +53,7 @@ class Clipping:
         centred = (rows - self.mean.to(rows)) / self.radius.to(rows)
         usable = torch.isfinite(centred).all(1, keepdim=True)
         centred = torch.where(usable, centred, 0.0)
-        lengths = torch.linalg.vector_norm(centred, dim=1, keepdim=True)
-        return centred / lengths.clamp(min=1)
+        return centred / centred.norm(dim=1, keepdim=True).clamp(min=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,16 +89,17 @@ def public_features(
         FedrotError: see ``labelled_rows``; or there are fewer than two rows.
         UpdateError: the features are not finite, or do not differ.
     """
-    read = labelled_rows(model, _with_labels(batches), SINGLE, task_head)
-    features = torch.cat([rows.cpu() for rows, _, _ in read])
+    unlabelled = _with_labels(batches)
+    features = torch.cat(
+        [rows.cpu() for rows, *_ in labelled_rows(model, unlabelled, SINGLE, task_head)]
+    )
     if len(features) < 2:
         raise FedrotError(
             f"There are {len(features)} public rows, which have no covariance. Give "
             "some hundreds of texts that are nobody's."
         )
     mean = features.mean(0)
-    distances = torch.linalg.vector_norm(features - mean, dim=1)
-    clipping = Clipping(mean, distances.median())
+    clipping = Clipping(mean, torch.linalg.vector_norm(features - mean, dim=1).median())
     values, vectors = torch.linalg.eigh(features.mT.cov())
     return PublicFeatures(clipping, values.clamp(min=0), vectors)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,6 @@ from fedrot._io import append_rows
 from fedrot.errors import FedrotError
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.arguments import check_functions
-from fedrot.strategies.reporting.verdict import Metrics, Row
 from fedrot.strategies.resume.checkpoints import Checkpointing as Checkpointing
 from fedrot.strategies.wire.arrays import Precision, check_precision
 
@@ -125,10 +125,10 @@ class Reporting:
     """
 
     rows: str | Path | None = None
-    on_round: Callable[[int, Metrics], object] | None = None
+    on_round: Callable[[int, dict[str, float]], object] | None = None
     hashes: bool = False
 
-    def append(self, rows: Iterable[Row]) -> None:
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append to the file of rows, if there is one."""
         if self.rows_path:
             append_rows(self.rows_path, rows)

@@ -298,7 +298,7 @@ class SeveralLabels(_ValuePerOutput):
     @staticmethod
     def _pairs(labels: Labels) -> Tensor:
         """Return how many rows have each label, and lack it, ``[2, classes]``."""
-        rows = torch.cat([batch.reshape(len(batch), -1) for batch in labels])
+        rows = torch.cat([batch.unsqueeze(-1).flatten(1) for batch in labels])
         return torch.stack([(rows == 1).sum(0), (rows == 0).sum(0)])
 
     def with_common(self, labels: Tensor, common: Tensor) -> Tensor:

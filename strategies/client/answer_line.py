@@ -82,10 +82,11 @@ def noted(
 def _other_rows(line: Line, other: Line) -> bool:
     """Return whether two answers tell about one body and different rows."""
     # A server may name a stage otherwise; the rows are those of the answer.
-    alike = line["of"] == other.get("of")
-    different = line["digest"] != other.get("digest")
-    bodies = {*line["bodies"]} & {*other.get("bodies", ())}
-    return alike and different and bool(bodies)
+    return (
+        line["of"] == other.get("of")
+        and line["digest"] != other.get("digest")
+        and bool({*line["bodies"]} & {*other.get("bodies", ())})
+    )
 
 
 def rows_noted(batches: Batches, kind: OutputKind, salt: bytes) -> Line:

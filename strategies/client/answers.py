@@ -281,17 +281,21 @@ class _Request:
         records = sorted(self._arrays.items())
         heads = [from_arrays(arrays) for name, arrays in records if TASK_HEADS in name]
         if stage == REPORT:
-            layer = heads[0]["weight"], heads[0]["bias"]
-            last = with_task_head(bodies[-1], self._task_head, *layer)
+            last = with_task_head(
+                bodies[-1], self._task_head, heads[0]["weight"], heads[0]["bias"]
+            )
             bodies = [bodies[0], last]
         # One model receives the bodies one after the other.
         models = (loaded(model, body) for body in bodies)
         if stage == NOISY_SUM:
-            clipping = Clipping(**from_arrays(self._arrays[PUBLIC]))
             noisy = noisy_sums(
-                next(models), training(), self._task_head, clipping, noise
-            )
-            return RecordDict({NOISY_SUMS: to_arrays(noisy.packed())})
+                next(models),
+                training(),
+                self._task_head,
+                Clipping(**from_arrays(self._arrays[PUBLIC])),
+                noise,
+            ).packed()
+            return RecordDict({NOISY_SUMS: to_arrays(noisy)})
         if stage == SUM:
             sums = collect_classes(next(models), training(), *kind)
             _warn_of_few(self._run, sums)
@@ -299,11 +303,20 @@ class _Request:
         if stage == REPORT:
             chosen_by = [*held_out]
             test = chosen_by if data.test is None else [*read_rows(data, "test")]
+            if not (self._labelled(training()) and self._labelled(test)):
+                return _withheld()
             judges = chosen_by if self._labelled(chosen_by) else []
-            priors = heads[0]["priors"]
-            figures = site_figures(models, priors, training, judges, test, *kind)
-            site = ConfigRecord({"name": str(data.name), "chose": data.test is None})
-            return RecordDict({FIGURES: to_arrays(figures), SITE: site})
+            figures = site_figures(
+                models, heads[0]["priors"], training, judges, test, *kind
+            )
+            return RecordDict(
+                {
+                    FIGURES: to_arrays(figures),
+                    SITE: ConfigRecord(
+                        {"name": str(data.name), "chose": data.test is None}
+                    ),
+                }
+            )
         if self._task_head:
             task_heads = [TaskHeads(**tensors) for tensors in heads]
             losses = compare_losses(

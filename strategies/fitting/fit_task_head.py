@@ -51,9 +51,10 @@ def fit_task_head(
     several shrinkages. It is kept only if its loss on held-out rows is smaller than the
     given head's, each at its best temperature.
 
-    Up to a quarter of the clients may lie. A client's rows count at most 1.5 times as
-    much as the median client's, sums without which the head is better are left out, and
-    no quarter of the clients turns a choice (``fedrot.task_head.votes``).
+    Without ``public``, up to a quarter of the clients may lie. A client's rows count at
+    most 1.5 times as much as the median client's, sums without which the head is better
+    are left out, and no quarter of the clients turns a choice
+    (``fedrot.task_head.votes``).
 
     Args:
         grid: of the server app. Clients need ``answer_with_sums`` on their

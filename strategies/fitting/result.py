@@ -28,7 +28,9 @@ class FittedTaskHead:
     """A model with its task head, and the losses on held-out rows.
 
     If no head can be fitted or compared, the model is the given one, and there is a
-    ``reason``.
+    ``reason``. With ``public`` of ``fit_task_head`` nobody evaluates: losses,
+    shrinkage, change and error are NaN, there are 0 rows, and clients are those whose
+    sums are used.
 
     Attributes:
         arrays: the model that is taken, with the head and the temperature of the lowest

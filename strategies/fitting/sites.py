@@ -63,7 +63,8 @@ class Sites:
             and ``own``; and ``gain``, the accuracy of ``own`` minus that of ``alone``
             (of a regression the loss of ``alone`` minus that of ``own``) and its 95 %
             interval over the site's rows.
-        withheld: number of sites with ``LabelledRows(report=False)``.
+        withheld: number of sites that report nothing: ``LabelledRows(report=False)``,
+            an epsilon, or too few rows for their ``Privacy``.
     """
 
     measure: str

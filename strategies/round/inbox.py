@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import DEBUG, WARNING
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from flwr.app import (
@@ -50,9 +50,6 @@ from fedrot.tensors import (
     check_update,
     compute_dtype,
 )
-
-if TYPE_CHECKING:
-    from fedrot.strategies.round.play import PlaysRounds
 
 #: Integers of metrics from this size on cannot be averaged as floats.
 _LARGEST_INTEGER = 2**63
@@ -221,7 +218,8 @@ class Inbox:
             an override.
     """
 
-    strategy: PlaysRounds
+    # A ``PlaysRounds``, whose module imports this one.
+    strategy: Any
     asked: Asked
     schema: Schema
     record: RoundRecord

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from logging import WARNING
-from typing import TYPE_CHECKING
+from typing import Any
 
 from flwr.app import ArrayRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
@@ -50,8 +50,8 @@ from fedrot.strategies.wire.flower_compat import (
 )
 from fedrot.tensors import Tensors
 
-if TYPE_CHECKING:
-    from fedrot.strategies.base import ReplyStrategy
+#: A ``ReplyStrategy``, whose module imports this one.
+ReplyStrategy = Any
 
 #: Base strategies that only need the mean of the updates.
 OF_THE_MEAN = (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi)

@@ -165,7 +165,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """A model of random weights and forty reviews, as settings of the quickstart."""
+    """A model of random weights and 400 reviews, as settings of the quickstart."""
     folder = tmp_path_factory.mktemp("toy")
     model = save_model(
         folder / "model",
@@ -173,16 +173,16 @@ def toy(tmp_path_factory):
         **SIZES,
         max_position_embeddings=32,
     )
-    data = save_rows(folder / "data" / "train.csv", *reviews(40))
+    data = save_rows(folder / "data" / "train.csv", *reviews(400))
     names = f'model-name="{model}" dataset-name="{data}"'
     return f"{names} max-length=32 num-server-rounds=1"
 
 
 @pytest.fixture(scope="module")
 def sites(tmp_path_factory):
-    """The csv of two sites, of forty and of twenty reviews."""
+    """The csv of two sites, of 120 and of sixty reviews."""
     folder = tmp_path_factory.mktemp("sites")
-    for name, count in (("north", 40), ("south", 20)):
+    for name, count in (("north", 120), ("south", 60)):
         header, *rows = reviews(count)
         named = [(text, ("bad", "good")[label]) for text, label in rows]
         save_rows(folder / f"{name}.csv", header, *named)
@@ -242,8 +242,8 @@ def test_the_quickstart_runs_in_simulation_and_fits_the_task_head_as_its_page_sa
     server.write_text(code.replace(line, f"{line}{added}"), encoding="utf-8")
     log = run.simulated(app, 2, toy)
     aligned_once(log)
-    # Two clients choose by two rows each, and report on two others.
-    assert re.search(r"Before round 1, 2 clients, 4 held-out rows", log), log
+    # Two clients choose by twenty rows each, and report on twenty others.
+    assert re.search(r"Before round 1, 2 clients, 40 held-out rows", log), log
 
 
 @pytest.mark.long
@@ -268,7 +268,7 @@ def test_all_run_unchanged_on_a_superlink_with_two_supernodes(
     log = run.deployed(SECURE, "clients=2 rows=60 num-server-rounds=1")
     assert re.search(r"loss before: [\d.]+, after 1 rounds: [\d.]+", log), log
     log = run.deployed(OWN, f'{model_of(toy)} labels="bad,good" num-server-rounds=1')
-    assert rows_of_sites(log) == {"site 0": 8, "site 1": 4}, log
+    assert rows_of_sites(log) == {"site 0": 24, "site 1": 12}, log
 
 
 @pytest.mark.long
@@ -281,7 +281,7 @@ def test_three_supernodes_have_a_row_each_and_a_line_in_the_report(
     log = run.deployed(OWN, settings)
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     tested = {row["site"]: row["rows"] for row in rows if row.get("stage") == "site"}
-    assert tested == {"site 0": 8, "site 1": 4, "site 2": 8}, log
+    assert tested == {"site 0": 24, "site 1": 12, "site 2": 24}, log
     run.run("report", f"fedrot report {out / 'rows.jsonl'}")
     page = (out / "rows.html").read_text(encoding="utf-8")
     assert all(site in page for site in tested)
@@ -308,12 +308,12 @@ def test_every_site_has_a_csv_and_figures_of_its_own(run, toy, sites, tmp_path):
         f'{model_of(toy)} labels="bad,good" data-folder="{sites[0].parent}" '
         f'num-server-rounds=1 out="{out}"',
     )
-    assert rows_of_sites(log) == {"north": 8, "south": 4}, log
+    assert rows_of_sites(log) == {"north": 24, "south": 12}, log
     # One in five rows chooses the head; no other row does.
-    assert re.search(r"Before round 1, 2 clients, 12 held-out rows", log), log
+    assert re.search(r"Before round 1, 2 clients, 36 held-out rows", log), log
     rows = (out / "rows.jsonl").read_text()
     assert "north: accuracy" in rows
-    assert '"site": "north", "rows": 8' in rows
+    assert '"site": "north", "rows": 24' in rows
     model = AutoModelForSequenceClassification.from_pretrained(out)
     assert model.config.id2label == {0: "bad", 1: "good"}
     assert len(model.config.fedrot["priors"]) == 2

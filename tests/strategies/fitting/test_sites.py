@@ -218,7 +218,7 @@ def test_a_run_reports_its_sites_to_files_functions_and_the_log(tmp_path, caplog
         (2, 5, "B" * 60, False),
     ]
     (metrics,) = (row["metrics"] for row in rows if row.get("stage") == "sites")
-    assert (metrics["sites"], metrics["withheld"]) == (3, 1)
+    assert (metrics["sites"], metrics["withheld"]) == (3, 2)
     for name, value in metrics.items():
         assert result.train_metrics_clientapp[2][f"fedrot-{name}"] == value
         assert noted[f"sites/{name}"] == value

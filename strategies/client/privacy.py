@@ -1,4 +1,4 @@
-"""``Privacy``: the rows that a client leaves out of its answers with sums."""
+"""``Privacy``: what a client's answers about a task head may tell of its rows."""
 
 from __future__ import annotations
 

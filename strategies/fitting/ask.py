@@ -57,8 +57,8 @@ T = TypeVar("T")
 #: Why a site with an epsilon does not answer.
 _REFUSALS = {
     NOISE_ALONE: "its Privacy has an epsilon, and it answers with noisy sums alone. "
-    "Train without fit_head, then call once: fit_task_head(grid, result.arrays, "
-    "model.config, public=PublicRows(build, batches)).",
+    "Without fit_head, call once: fit_task_head(grid, arrays, model.config, "
+    "public=PublicRows(build, batches)). Training is outside of its epsilon.",
     SPENT: "its epsilon is spent.",
 }
 

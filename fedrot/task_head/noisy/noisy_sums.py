@@ -1,4 +1,4 @@
-"""``NoisySums``: counts and sums by class, with noise that hides every single row."""
+"""``NoisySums``: counts and sums by class, whose noise bounds what a row tells."""
 
 from __future__ import annotations
 

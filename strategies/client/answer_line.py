@@ -128,5 +128,4 @@ def _hash_of_row(batch: Tensors, row: int, salt: bytes) -> int:
             value = value[mask[row].bool()]
         # Exact for all numbers of rows, also of another dtype.
         tensors[name] = value.double()
-    digest = hashlib.sha256(salt + model_hash(tensors).encode())
-    return int.from_bytes(digest.digest())
+    return int.from_bytes(hashlib.sha256(salt + model_hash(tensors).encode()).digest())

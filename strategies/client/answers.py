@@ -142,7 +142,7 @@ def _content(
         return RecordDict({LACKS: ConfigRecord()})
     try:
         with noted(privacy, context, partial(request.line, rows, kept, bodies)) as line:
-            noise = line["multiplier"] if privacy.epsilon is not None else 0.0
+            noise = 0.0 if privacy.epsilon is None else line["multiplier"]
             return request.answer(model, kept, bodies, noise)
     except BudgetSpent as spent:
         log(WARNING, "%s", spent)
@@ -231,18 +231,20 @@ class _Request:
         sent, every = (
             rows_noted(read_rows(rows, name), kind, salt) for rows in (kept, data)
         )
+        left_out = {
+            "rows": every["rows"] - sent["rows"],
+            "classes": len(every["classes"] - sent["classes"]),
+        }
+        # A server may name a body otherwise.
+        hashes = [hash_of(body, self._task_head)[:16] for body in bodies]
         return {
             "round": self.config.get("server-round"),
             "stage": stage,
             "of": name,
             **sent,
             "classes": len(sent["classes"]),
-            # A server may name a body otherwise.
-            "bodies": [hash_of(body, self._task_head)[:16] for body in bodies],
-            "left_out": {
-                "rows": every["rows"] - sent["rows"],
-                "classes": len(every["classes"] - sent["classes"]),
-            },
+            "bodies": hashes,
+            "left_out": left_out,
             "withheld": self.silent(data) or sent["rows"] < 1 <= every["rows"],
         }
 
@@ -266,13 +268,16 @@ class _Request:
         training = partial(read_rows, data, "training")
         held_out = read_rows(data, "held_out")
         if stage == COUNT:
-            counts = MetricRecord(
+            return RecordDict(
                 {
-                    "training": self._labelled(training()),
-                    "held_out": self._labelled(held_out),
+                    ROWS: MetricRecord(
+                        {
+                            "training": self._labelled(training()),
+                            "held_out": self._labelled(held_out),
+                        }
+                    )
                 }
             )
-            return RecordDict({ROWS: counts})
         if self.silent(data):
             return _withheld()
         if stage == COUNT_CLASSES:
@@ -288,14 +293,16 @@ class _Request:
         # One model receives the bodies one after the other.
         models = (loaded(model, body) for body in bodies)
         if stage == NOISY_SUM:
-            noisy = noisy_sums(
-                next(models),
-                training(),
-                self._task_head,
-                Clipping(**from_arrays(self._arrays[PUBLIC])),
-                noise,
-            ).packed()
-            return RecordDict({NOISY_SUMS: to_arrays(noisy)})
+            arrays = to_arrays(
+                noisy_sums(
+                    next(models),
+                    training(),
+                    self._task_head,
+                    Clipping(**from_arrays(self._arrays[PUBLIC])),
+                    noise,
+                ).packed()
+            )
+            return RecordDict({NOISY_SUMS: arrays})
         if stage == SUM:
             sums = collect_classes(next(models), training(), *kind)
             _warn_of_few(self._run, sums)
@@ -333,8 +340,8 @@ class _Request:
 
     def _labelled(self, batches: Batches) -> int:
         """Return how many rows have a label."""
-        has_label = OUTPUT_KINDS[self._problem_type].has_label
-        return sum(int(has_label(labels).sum()) for labels in labels_of(batches))
+        kind = OUTPUT_KINDS[self._problem_type]
+        return sum(int(kind.has_label(labels).sum()) for labels in labels_of(batches))
 
 
 def _warn_of_few(run: int, sums: ClassSums) -> None:

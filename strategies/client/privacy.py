@@ -39,8 +39,7 @@ class Privacy:
             that it is measured on. With fewer held-out rows in all, the client sends no
             losses.
         min_rows: with fewer training rows the client sends no sums and no report. It
-            still receives
-            the model of all clients.
+            still receives the model of all clients.
         record: the site's file, in which a line is on the disk before an answer is
             sent (``fedrot report`` reads it). It has no values of rows. None: no file.
         once: whether an answer is refused if its difference to an earlier one tells

@@ -262,9 +262,10 @@ class Listed:
 
         Record names and metrics have to be equal, and for some strategies weights.
         """
+        equal = equal_weights(strategy)
 
         def layout(update: Update) -> tuple[object, ...]:
-            weight = (update.weight,) if equal_weights(strategy) else ()
+            weight = (update.weight,) if equal else ()
             return update.record, *metrics_layout(update.message.content), *weight
 
         good, odd = with_common_layout(self._held, layout)

@@ -50,7 +50,7 @@ MOST_SEEDS = 10_000
 #: Settings that some tasks have, and the trait of these tasks.
 _NEEDS = {"label_kind": "classifies", "lora": "peft"}
 #: Settings that have an effect only on a small model from scratch.
-OF_SMALL_MODEL = {"architecture", "layers", "width", "heads", "dropout"}
+OF_SMALL_MODEL = {"architecture", "depth", "width", "heads", "dropout"}
 
 
 class Experiment(Scenario):
@@ -91,6 +91,18 @@ class Experiment(Scenario):
         if len(numbers) > 1:
             return numbers
         return range(int(numbers[0]))
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _numbered(cls, value: Any) -> Any:
+        if not isinstance(value, str) or value in ("last", "all"):
+            return value
+        try:
+            return [int(part) for part in value.split(",")]
+        except ValueError:
+            raise ValueError(
+                f"'{value}' is no choice of layers; give last, all, or numbers 4,5,6"
+            ) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -158,6 +170,8 @@ class Experiment(Scenario):
                 f"{min(idle)} is for small models from scratch, and '{self.model}' has "
                 "its own"
             )
+        if self.layers != "last" and not (self.model and task.reads_pooling):
+            yield "layers is for the classification of texts by a pretrained model"
         if self.start == "different":
             shares = [strategy.fraction_train or 1 for strategy in self.strategies]
             if min(self.fraction_train, *shares) < 1:

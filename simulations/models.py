@@ -29,6 +29,7 @@ from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.strategies.pooled_classifier import (
     PooledClassifier,
     PooledClassifierConfig,
+    usual_pooling,
 )
 from fedrot.strategies.stored_model import refuse_random, saved_pooling
 from fedrot.task_head.names import task_head_of
@@ -44,17 +45,29 @@ _LOG = logging.getLogger("flwr")
 def model_config(scenario: Scenario, data: Any) -> Any:
     """Return the transformers configuration of the model, with the task's head.
 
-    The classifier of a sentence-transformers model is a ``PooledClassifier``.
+    The classifier of a sentence-transformers model, and one that reads several layers,
+    is a ``PooledClassifier``.
+
+    Raises:
+        FedrotError: there is no such layer, or the model has a task head, which reads
+            what it was saved for.
     """
     settings = settings_of(scenario, data)
     model = scenario.model
     task = TASKS[scenario.task]
+    layers = scenario.layers
     # A saved task head keeps its class.
     if model and task.reads_pooling and not _has_task_head(settings):
         with loading(model):
             pooling = saved_pooling(source_of(model))
-        if pooling:
-            settings = PooledClassifierConfig(settings, pooling)
+        if pooling or layers != "last":
+            pooling = pooling or usual_pooling(settings)
+            settings = PooledClassifierConfig(settings, pooling, layers)
+    elif layers != "last":
+        raise FedrotError(
+            f"layers is {layers}, but '{model}' has a task head, which reads "
+            "the layers that it was saved for. Leave layers out, or give an encoder."
+        )
     if classes := _classes(scenario, data):
         _name_outputs(settings, classes)
     if task.classifies:
@@ -144,6 +157,7 @@ def _pretrained(name: str, auto: Any, settings: Any) -> Any:
             model = PooledClassifier.from_encoder(
                 source,
                 settings.pooling,
+                settings.layers,
                 id2label=settings.id2label,
                 label2id=settings.label2id,
                 problem_type=settings.problem_type,
@@ -165,9 +179,11 @@ def _pretrained(name: str, auto: Any, settings: Any) -> Any:
             f"'{name}' is quantised. Give it in float32, float16 or bfloat16."
         )
     if pooled:
+        layers = len(settings.layers)
+        where = f", side by side for {layers} layers" if layers > 1 else ""
         _LOG.info(
-            f"'{name}' is classified by the {settings.pooling} of its tokens, without "
-            "later modules."
+            f"'{name}' is classified by the {settings.pooling} of its tokens{where}, "
+            "without later modules."
         )
     if new:
         _LOG.info(f"Not in '{name}', therefore random: {', '.join(sorted(new))}")
@@ -222,7 +238,7 @@ def settings_of(scenario: Scenario, data: Any) -> Any:
     ]
     sizes = {
         "hidden_size": width,
-        "num_hidden_layers": scenario.layers,
+        "num_hidden_layers": scenario.depth,
         "num_attention_heads": scenario.heads,
         # Three matrices of 8/3 times the width have as many entries as two of 4 times
         # the width.

@@ -79,7 +79,11 @@ class Scenario(BaseModel):
         None, description="Folder, hub name, minilm; default: a small new one."
     )
     architecture: str = Field("", description="Of the small model; default: by task.")
-    layers: PositiveInt = Field(2, description="Layers of the small model.")
+    layers: Literal["last", "all"] | tuple[int, ...] = Field(
+        "last",
+        description="That the task head of an encoder reads: last, all, or 4,5,6.",
+    )
+    depth: PositiveInt = Field(2, description="Number of layers of the small model.")
     width: PositiveInt = Field(128, description="Hidden size of the small model.")
     heads: PositiveInt = Field(4, description="Attention heads of the small model.")
     dropout: float = Field(0.1, ge=0, lt=1, description="Dropout of the small model.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from fedrot.strategies.stored_model import (
     saved_pooling,
     stored_settings,
 )
-from fedrot.symmetry.resolve import POOLED_CLASSIFIER
+from fedrot.symmetry.resolve import LAST_LAYER, POOLED_CLASSIFIER
 
 #: Settings of a classifier that are not those of its encoder.
 _LABELS = ("num_labels", "id2label", "label2id", "problem_type")
@@ -43,11 +43,13 @@ class PooledClassifierConfig(PretrainedConfig):
     Args:
         text_config: the encoder's configuration, or its dictionary.
         pooling: ``mean``, ``cls`` or ``last``.
+        layers: whose tokens are read: ``last``, ``all``, or a list of numbers from 1;
+            -1 is the last layer. The attribute is a list, counted from the last layer.
         settings: as in every configuration, such as ``num_labels``.
 
     Raises:
         FedrotError: ``text_config`` is missing, as in the folder of an encoder; the
-            pooling is unknown; or the model has both encoder and decoder.
+            pooling or a layer is unknown; or the model has both encoder and decoder.
     """
 
     model_type = POOLED_CLASSIFIER
@@ -55,7 +57,11 @@ class PooledClassifierConfig(PretrainedConfig):
     has_no_defaults_at_init = True
 
     def __init__(
-        self, text_config: Any = None, pooling: str = "mean", **settings: Any
+        self,
+        text_config: Any = None,
+        pooling: str = "mean",
+        layers: str | Sequence[int] = "last",
+        **settings: Any,
     ) -> None:
         if text_config is None:
             raise FedrotError(
@@ -83,6 +89,7 @@ class PooledClassifierConfig(PretrainedConfig):
         # Not earlier: the base class would reset the encoder's attention.
         self.text_config = text_config
         self.pooling = pooling
+        self.layers = _from_the_last(layers, text_config)
         if attention := settings.get("attn_implementation"):
             self._attn_implementation = attention
 
@@ -91,9 +98,11 @@ class PooledClassifier(PreTrainedModel):
     """A classifier that reads what its encoder was trained to give.
 
     An encoder or decoder without its pooler, a pooling of its tokens, dropout, and a
-    linear ``classifier``. Features are not normalised. Importing the class registers
-    it: ``AutoModelForSequenceClassification`` and ``pipeline`` load saved folders.
-    Without the import they raise an error.
+    linear ``classifier``. Features are not normalised. Those of several layers stand
+    side by side, in the order of ``layers``: the states after each layer, and after the
+    model's last norm for the last layer. Importing the class registers it:
+    ``AutoModelForSequenceClassification`` and ``pipeline`` load saved folders. Without
+    the import they raise an error.
 
     Args:
         config: a ``PooledClassifierConfig``.
@@ -128,12 +137,17 @@ class PooledClassifier(PreTrainedModel):
         self.dropout = nn.Dropout(next((p for p in rates if p is not None), 0.0))
         # Only OPT has embeddings of another width than its layers.
         width = getattr(inner, "word_embed_proj_dim", inner.hidden_size)
-        self.classifier = nn.Linear(width, config.num_labels or 0)
+        inputs = width * len(config.layers)
+        self.classifier = nn.Linear(inputs, config.num_labels or 0)
         self.post_init()
 
     @classmethod
     def from_encoder(
-        cls, encoder: str | Path, pooling: str | None = None, **options: Any
+        cls,
+        encoder: str | Path,
+        pooling: str | None = None,
+        layers: str | Sequence[int] = "last",
+        **options: Any,
     ) -> PooledClassifier:
         """Return a classifier on a saved encoder, with a random task head.
 
@@ -142,20 +156,21 @@ class PooledClassifier(PreTrainedModel):
             pooling: ``mean``, ``cls`` or ``last``. None: that of ``1_Pooling`` in a
                 folder of sentence-transformers; else the last token of decoders, and
                 the mean of other models' tokens.
+            layers: ``last``, ``all``, or a list of numbers, see
+                ``PooledClassifierConfig``.
             options: ``num_labels``, ``id2label``, ``label2id`` and ``problem_type``;
                 all others are those of ``AutoModel.from_pretrained``, such as
                 ``dtype``.
 
         Raises:
-            FedrotError: the folder's pooling is another one, a tensor is missing, or
-                the folder is an adapter, needs code of its own, or names files outside
-                of it.
+            FedrotError: the folder's pooling is another one, the model has no such
+                layer, a tensor is missing, or the folder is an adapter, needs code of
+                its own, or names files outside of it.
         """
         labels = {key: options.pop(key) for key in _LABELS if key in options}
         places = {key: options[key] for key in _PLACES if key in options}
         stored_settings(encoder, **places)
-        if pooling is None:
-            pooling = saved_pooling(encoder, **places)
+        pooling = pooling or saved_pooling(encoder, **places)
         model, info = AutoModel.from_pretrained(
             encoder,
             output_loading_info=True,
@@ -163,13 +178,9 @@ class PooledClassifier(PreTrainedModel):
         )
         refuse_random(encoder, model, info["missing_keys"])
         settings = model.config
-        if pooling is None:
-            pooling = (
-                "mean"
-                if settings.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-                else "last"
-            )
-        classifier = cls(PooledClassifierConfig(settings, pooling, **labels), model)
+        pooling = pooling or usual_pooling(settings)
+        config = PooledClassifierConfig(settings, pooling, layers, **labels)
+        classifier = cls(config, model)
         classifier.classifier.to(model.device, model.dtype)
         return classifier.eval()
 
@@ -193,8 +204,19 @@ class PooledClassifier(PreTrainedModel):
         }
         if getattr(self.config.text_config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = token_type_ids
+        layers = self.config.layers
+        if layers != LAST_LAYER:
+            inputs["output_hidden_states"] = True
         output = self.encoder(**inputs)
-        features = pooled(output.last_hidden_state, attention_mask, self.config.pooling)
+        states = (
+            # The last entry of hidden_states may lack the model's last norm.
+            output.last_hidden_state if layer == -1 else output.hidden_states[layer]
+            for layer in layers
+        )
+        pooling = self.config.pooling
+        features = torch.cat(
+            [pooled(tokens, attention_mask, pooling) for tokens in states], -1
+        )
         logits = self.classifier(self.dropout(features))
         loss = None
         if labels is not None:
@@ -214,6 +236,42 @@ class PooledClassifier(PreTrainedModel):
                 std=getattr(self.config.text_config, "initializer_range", 0.02),
             )
             nn.init.zeros_(self.classifier.bias)
+
+
+def usual_pooling(settings: PretrainedConfig) -> str:
+    """Return the pooling of a model that was saved without one."""
+    is_encoder = settings.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return "mean" if is_encoder else "last"
+
+
+def _from_the_last(layers: str | Sequence[int], settings: Any) -> list[int]:
+    """Return the numbers of layers, counted from the last one, -1, in rising order.
+
+    Raises:
+        FedrotError: the model has no such layer, or its layers have other widths.
+    """
+    count = settings.num_hidden_layers
+    if layers == "last":
+        return [*LAST_LAYER]
+    numbers: Any = range(1, count + 1) if layers == "all" else layers
+    places = set[int]()
+    for number in numbers if isinstance(numbers, Sequence) else [numbers]:
+        is_layer = isinstance(number, int) and 1 <= abs(number) <= count
+        if not is_layer:
+            raise FedrotError(
+                f"layers is {layers!r:.60}; use last, all, or a list of numbers from 1 "
+                f"to {count}, the number of layers of this model."
+            )
+        places.add(number - count - 1 if number > 0 else number)
+    if not places:
+        raise FedrotError("layers is empty; use last, all, or a list of numbers.")
+    width = getattr(settings, "word_embed_proj_dim", settings.hidden_size)
+    if width != settings.hidden_size and places != {-1}:
+        raise FedrotError(
+            f"The last states of this model have the width {width}, other layers "
+            f"{settings.hidden_size}. Read its last layer: layers='last'."
+        )
+    return sorted(places)
 
 
 def pooled(tokens: Tensor, mask: Tensor | None, pooling: str) -> Tensor:

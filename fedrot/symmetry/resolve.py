@@ -18,6 +18,7 @@ from fedrot.symmetry.describe.spaces import (
     Norms,
     Space,
     merged,
+    read,
     read_to_the_end,
     space_of,
     spaces_of,
@@ -41,6 +42,9 @@ TensorsOrShapes = Tensors | Mapping[str, Sequence[int]]
 #: ``model_type`` of ``fedrot.strategies.PooledClassifier``; its ``text_config`` is the
 #: configuration of its encoder.
 POOLED_CLASSIFIER = "fedrot_pooled_classifier"
+
+#: The layers that its task head reads by default: the last one alone.
+LAST_LAYER = [-1]
 
 #: The model's names, by the names without wrappers' pieces, and without prefix.
 RealNames = dict[str, str]
@@ -103,7 +107,10 @@ def resolve(
     ]
     inside = _renamed(body, names)
     heads = _axes_in(outside, names)
-    across, refused = _across_layers(inside.axes, heads, shapes, family.spaces)
+    layers = layers_read(settings)
+    across, refused = _across_layers(
+        inside.axes, heads, shapes, family.spaces, len(layers)
+    )
     refused |= body.refused
     refused |= _refusals([names[name] for name in unplaced], missing)
     allowed = (group for group in across if group.part not in refused)
@@ -118,11 +125,17 @@ def resolve(
     )
     _check_slots(symmetry, tensors)
     _check_ties(symmetry)
-    return _with_folds(symmetry, merged(inside.axes, heads), inside.norms)
+    axes = merged(inside.axes, heads)
+    return _with_folds(symmetry, axes, inside.norms, layers == LAST_LAYER)
 
 
-def _with_folds(symmetry: Symmetry, axes: Axes, norms: Norms) -> Symmetry:
-    """Return the symmetry with the norms to fold, and why other streams have none."""
+def _with_folds(
+    symmetry: Symmetry, axes: Axes, norms: Norms, behind_norm: bool
+) -> Symmetry:
+    """Return the symmetry with the norms to fold, and why other streams have none.
+
+    ``behind_norm``: whether the task head reads nothing but the last states.
+    """
     folds: list[Fold] = []
     centred: list[Place] = []
     unfolded: Reasons = {}
@@ -130,6 +143,8 @@ def _with_folds(symmetry: Symmetry, axes: Axes, norms: Norms) -> Symmetry:
         if group.part != "residual":
             continue
         norms_or_reason = folds_of(group.name, axes, norms)
+        if not behind_norm and not isinstance(norms_or_reason, str):
+            norms_or_reason = "the task head reads layers without a norm"
         if isinstance(norms_or_reason, str):
             unfolded[group.name] = norms_or_reason
             continue
@@ -188,9 +203,16 @@ def _described(
 
 
 def _across_layers(
-    body: Axes, task_heads: Axes, shapes: Shapes, spaces: Mapping[str, Space]
+    body: Axes,
+    task_heads: Axes,
+    shapes: Shapes,
+    spaces: Mapping[str, Space],
+    layers: int,
 ) -> tuple[list[Group], Reasons]:
-    """Return a group for every space that may be moved, and the refused parts."""
+    """Return a group for every space that may be moved, and the refused parts.
+
+    Task heads read so many ``layers``, side by side.
+    """
     streams = spaces_of(body)
     slots: dict[str, list[Slot]] = defaultdict(list)
     refused: Reasons = {}
@@ -199,10 +221,16 @@ def _across_layers(
         fits = len(axes) == len(shape)
         for axis, entry in enumerate(axes if fits else ()):
             if entry:
-                members = slots[space_of(entry)]
-                whole = Slice(0, shape[axis])
-                members.append(Slot(name, axis, whole, unsigned=entry.startswith("|")))
-                fits &= whole == members[0].slice
+                space = space_of(entry)
+                members = slots[space]
+                reads_layers = name in task_heads and entry == read(space)
+                parts = layers if reads_layers and space in streams else 1
+                width = shape[axis] // parts
+                for start in range(0, width * parts, width):
+                    part = Slice(start, start + width)
+                    unsigned = entry.startswith("|")
+                    members.append(Slot(name, axis, part, unsigned=unsigned))
+                fits &= members[0].size * parts == shape[axis]
         if not fits:
             reason = (
                 f"the tensor '{name}' of shape {list(shape)} does not fit other "
@@ -245,8 +273,8 @@ def _refusals(unplaced: Sequence[str], missing: Sequence[str]) -> Reasons:
 def settings_of(config: object) -> Config:
     """Return a transformers configuration, or a dictionary, as a dictionary.
 
-    That of a ``PooledClassifier`` has the settings of its encoder, its own labels and
-    ``pooling``.
+    That of a ``PooledClassifier`` has the settings of its encoder, its own labels,
+    ``pooling`` and ``layers``.
     """
     to_dict = getattr(config, "to_dict", None)
     settings = to_dict() if callable(to_dict) else config
@@ -257,8 +285,18 @@ def settings_of(config: object) -> Config:
         )
     if settings.get("model_type") != POOLED_CLASSIFIER:
         return settings
-    labels = {name: settings.get(name) for name in ("id2label", "problem_type")}
-    return {**settings, **settings.get("text_config", {}), **labels}
+    names = ("id2label", "problem_type", "pooling", "layers")
+    own = {name: settings.get(name) for name in names}
+    return {**settings, **settings.get("text_config", {}), **own}
+
+
+def layers_read(settings: Config) -> list[int]:
+    """Return the layers that a task head reads, counted from the last one, -1.
+
+    Only a ``PooledClassifier`` reads others than the last.
+    """
+    several = {"pooling", "layers"} <= settings.keys()
+    return settings["layers"] if several else LAST_LAYER
 
 
 def family_of(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from fedrot.symmetry import FAMILIES
 from fedrot.symmetry.describe.task_heads import AfterNorm, AfterTanh
-from fedrot.symmetry.resolve import settings_of
+from fedrot.symmetry.resolve import layers_read, settings_of
 from fedrot.tensors import Tensors
 
 
@@ -15,9 +18,10 @@ def largest_inputs(config: object, tensors: Tensors, task_head: str) -> Tensor |
     """Return the largest absolute value that each input of a task head can have.
 
     float64 ``[inputs]``: 1 after tanh; ``|g| sqrt(d) + |b|`` after a norm of ``d``
-    units with gain ``g`` and bias ``b``. A pooling of tokens has the bound of the last
-    hidden states. None if the model's family has no bound, or if other layers stand
-    before the head.
+    units with gain ``g`` and bias ``b``. A pooling of tokens has the bound of the
+    hidden states of each layer that it reads. None if the model's family has no bound
+    for one of these layers (states before a last norm have none), or if other layers
+    stand before the head.
 
     Args:
         config: a transformers configuration, or its dictionary.
@@ -41,9 +45,31 @@ def largest_inputs(config: object, tensors: Tensors, task_head: str) -> Tensor |
             case AfterTanh(layer) if before.endswith(layer):
                 return torch.ones(size, dtype=torch.float64)
             case AfterNorm(norm) if is_pooled or before == norm:
-                # Each layer may have a norm of this name: the last one counts.
-                ends = f"{norm}.weight"
-                gain = next(name for name in reversed(names) if name.endswith(ends))
-                bias = tensors.get(f"{gain[:-6]}bias", torch.zeros(()))
-                return tensors[gain].double().abs() * size**0.5 + bias.double().abs()
+                layers = layers_read(settings)
+                gains = [_gain_of(norm, layer, names) for layer in layers]
+                bounds = [
+                    _behind_norm(gain, tensors) for gain in gains if gain is not None
+                ]
+                return torch.cat(bounds) if len(bounds) == len(layers) else None
     return None
+
+
+def _gain_of(norm: str, layer: int, names: Sequence[str]) -> str | None:
+    """Return the gain that a layer's states have passed; None if there is none.
+
+    ``layer`` is -1 for the last one.
+    """
+    ends = f"{norm}.weight"
+    if layer == -1:
+        # Each layer may have a norm of this name: the last one counts.
+        return next(name for name in reversed(names) if name.endswith(ends))
+    of_layers = re.compile(rf".*\.\d+\.{re.escape(ends)}")
+    gains = [name for name in names if of_layers.fullmatch(name)]
+    return gains[layer] if len(gains) >= -layer else None
+
+
+def _behind_norm(gain: str, tensors: Tensors) -> Tensor:
+    """Return the largest output of each unit of a norm."""
+    scale = tensors[gain].double().abs()
+    bias = tensors.get(f"{gain.removesuffix('weight')}bias", torch.zeros(()))
+    return scale * len(scale) ** 0.5 + bias.double().abs()

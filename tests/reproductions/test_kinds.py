@@ -34,10 +34,10 @@ SMALL = {
     "clients": 2,
     "seeds": 1,
 }
-SMALL |= {"layers": 1, "width": 16, "heads": 2, "lr": 0.01}
+SMALL |= {"depth": 1, "width": 16, "heads": 2, "lr": 0.01}
 LORA = {"r": 3, "target_modules": ["query", "value"], "lora_alpha": 6}
 OF_LORA = {
-    "layers": 2,
+    "depth": 2,
     "width": 128,
     "heads": 4,
     "holdout": 0.0,

@@ -15,7 +15,7 @@ Rows = list[Fields]
 SMALL = {
     "train_limit": 128,
     "test_limit": 60,
-    "layers": 1,
+    "depth": 1,
     "width": 32,
     "heads": 2,
     "max_length": 32,

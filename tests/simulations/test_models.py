@@ -19,6 +19,7 @@ from fedrot.simulations.data.tokenizers import bundled_tokenizer
 from fedrot.simulations.models import build_model, settings_of
 from fedrot.simulations.pretrained import PACKAGED, loading, pad_id_of, source_of
 from fedrot.simulations.tasks.task_registry import TASKS
+from fedrot.strategies import PooledClassifier
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from tests.simulations.tasks.cases import (
     SIZES,
@@ -66,7 +67,7 @@ EXPECTED = {
 def test_a_small_model_has_the_sizes_that_were_asked_for(architecture):
     case = "image" if architecture == "vit" else architecture
     settings = settings_of(
-        experiment_of(case, layers=3, width=48, heads=6, max_length=24, dropout=0.25),
+        experiment_of(case, depth=3, width=48, heads=6, max_length=24, dropout=0.25),
         SimpleNamespace(shape=(8, 8, 1)),
     )
     expected = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6}
@@ -207,6 +208,25 @@ def test_a_new_task_head_is_said(pretrained, monkeypatch):
     (message,) = said
     assert f"'{pretrained}'" in message
     assert "classifier.bias, classifier.weight" in message
+
+
+@pytest.mark.parametrize("layers", ["all", "1,2"])
+def test_a_task_head_reads_the_layers_that_were_asked_for(layers, tmp_path):
+    wide = transformers.BertConfig(**{**SIZES, "num_hidden_layers": 3})
+    folder = save(tmp_path / "encoder", wide, "AutoModelForMaskedLM")
+    model = built(folder, layers=layers)
+    assert type(model) is PooledClassifier
+    expected = {"all": [-3, -2, -1], "1,2": [-3, -2]}[layers]
+    assert (model.config.pooling, model.config.layers) == ("mean", expected)
+    model.save_pretrained(tmp_path / "classifier")
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(
+        tmp_path / "classifier"
+    )
+    again = built(tmp_path / "classifier")
+    assert again.config.layers == expected
+    assert equal(parts(again), parts(model))
+    with pytest.raises(FedrotError, match="task head"):
+        built(tmp_path / "classifier", layers=layers)
 
 
 def test_an_adapter_is_as_it_was_asked_for_on_one_base(pretrained):

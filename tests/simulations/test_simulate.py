@@ -51,7 +51,7 @@ FILE = """
 [base]
 train_limit = 120
 test_limit = 20
-layers = 1
+depth = 1
 width = 16
 heads = 2
 max_length = 16

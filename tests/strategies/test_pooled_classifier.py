@@ -3,6 +3,7 @@ is loaded in another process.
 """
 
 import json
+import re
 import subprocess
 import sys
 
@@ -120,6 +121,92 @@ def test_every_encoder_keeps_its_symmetry_its_bound_and_its_tensors(name, tmp_pa
     assert loaded.config.pooling == "last"
     for key, tensor in model.state_dict().items():
         torch.testing.assert_close(loaded.state_dict()[key], tensor, rtol=0, atol=0)
+
+
+def states_of(model, batch):
+    """Return what each layer gives out, read by hooks, and the last states."""
+    states = []
+
+    def keep(_, inputs, output):
+        states.append(output[0] if isinstance(output, tuple) else output)
+
+    layers = re.compile(r".*(layer|layers|h|albert_layers)\.\d+")
+    for name, module in model.encoder.named_modules():
+        if layers.fullmatch(name):
+            module.register_forward_hook(keep)
+    last = model.encoder(**batch).last_hidden_state
+    return [*states[:-1], last]
+
+
+#: Encoders whose layers have one width. Their classifiers read two layers.
+EVEN = [name for name in ENCODERS if name != "opt-projected"]
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_features_of_several_layers_keep_function_and_bound(name, tmp_path):
+    model = classifier_of(name, layers="all", pooling="cls")
+    config, state = model.config, model.state_dict()
+    symmetry = fedrot.symmetry_of(config.to_dict(), state)
+    parts = movable(symmetry)
+    assert ("residual" in parts) == (name not in FIXED), symmetry.refused
+    assert not symmetry.can_rotate
+    batch = batch_of()
+    assert fedrot.check_function(model, config, symmetry, parts, batch=batch) < 1e-9
+    canonical = fedrot.canonical(state, symmetry)
+    model.float()
+    read = features_of(model, batch)
+    model.load_state_dict(canonical)
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(features_of(model, batch), read, **close)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    features = features_of(model, batch)
+    *_, before, last = states_of(model, batch)
+    expected = torch.cat([before[:, 0], last[:, 0]], -1)
+    if name == "deberta-v2-conv":
+        # A convolution follows the first layer.
+        features, expected = features[:, 24:], expected[:, 24:]
+    torch.testing.assert_close(features, expected)
+    # Without their last norm, states of pre-norm models have no bound.
+    largest = largest_inputs(config, model.state_dict(), "classifier")
+    post_norm = name.startswith(("bert", "roberta", "camembert", "electra", "mpnet"))
+    post_norm |= name in ("distilbert", "albert-groups")
+    assert (largest is not None) == post_norm
+    features = features_of(model, batch)
+    if largest is not None:
+        shares = (features.double().abs() / largest).max(0).values.chunk(2)
+        assert all(0.1 < share.max() <= 1 + 1e-6 for share in shares)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert loaded.config.layers == [-2, -1]
+    torch.testing.assert_close(features_of(loaded, batch), features)
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("last", [-1]),
+        ("all", [-3, -2, -1]),
+        ([1, 3], [-3, -1]),
+        ([-1, 2, 2], [-2, -1]),
+        ((2,), [-2]),
+    ],
+)
+def test_layers_are_counted_from_the_last(layers, expected, tmp_path):
+    inner = transformers.BertConfig(**{**SIZES, "num_hidden_layers": 3})
+    folder = folder_of(tmp_path, config=inner)
+    model = PooledClassifier.from_encoder(folder, layers=layers, num_labels=2)
+    assert model.config.layers == expected
+    assert model.classifier.in_features == len(expected) * inner.hidden_size
+    for wrong in ([0], [4], [-4], [], "first", [1.5]):
+        with pytest.raises(FedrotError, match="layers"):
+            PooledClassifierConfig(inner, layers=wrong)
+
+
+def test_layers_of_another_width_are_refused():
+    with pytest.raises(FedrotError, match="12"):
+        classifier_of("opt-projected", layers=[1])
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

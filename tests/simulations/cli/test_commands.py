@@ -88,12 +88,14 @@ def test_options_reach_the_run(seen, tmp_path):
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        (["layers"], "--set layers: give NAME=VALUE; names are name, data,"),
+        (["depth"], "--set depth: give NAME=VALUE; names are name, data,"),
         (["colour=red"], "--set colour=red: give NAME=VALUE"),
-        (["layers=2", "layers=2"], "--set layers=2: 'layers' is given twice"),
+        (["depth=2", "depth=2"], "--set depth=2: 'depth' is given twice"),
         (["rounds=2"], "--set rounds=2: 'rounds' is given twice"),
-        (["layers=many"], "Error in layers:"),
-        (["layers=3", "model=m"], "Error in the settings: layers is for small models"),
+        (["depth=many"], "Error in depth:"),
+        (["layers=2,x", "model=m"], "Error in layers: '2,x'"),
+        (["layers=all"], "Error in the settings: layers"),
+        (["depth=3", "model=m"], "Error in the settings: depth is for small models"),
     ],
 )
 def test_a_wrong_setting_is_named(entries, said, seen, tmp_path):

@@ -23,7 +23,7 @@ from tests.simulations.commands import simulated, values
 SERVED = {
     "train-limit": 120,
     "test-limit": 20,
-    "layers": 1,
+    "depth": 1,
     "width": 16,
     "heads": 2,
     "max-length": 16,

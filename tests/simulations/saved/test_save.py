@@ -38,7 +38,7 @@ def test_the_saved_model_is_the_one_that_was_measured(kind, tmp_path, monkeypatc
     given = {**TINY, **changes}
     if "model" in changes:
         folder_of(Path("pooled"), LAST, LlamaConfig(**SIZES))
-        for size in ("layers", "width", "heads"):
+        for size in ("depth", "width", "heads"):
             del given[size]
     line = ["simulate", "--out", "run", "--workers", 1, *settings(given)]
     line += ["--set", "strategies=fedavg,head_only"]

@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 SMALL = {
     "train_limit": 70,
     "test_limit": 40,
-    "layers": 1,
+    "depth": 1,
     "width": 16,
     "heads": 2,
     "max_length": 24,

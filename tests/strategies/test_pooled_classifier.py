@@ -152,6 +152,10 @@ def test_features_of_several_layers_keep_function_and_bound(name, tmp_path):
     assert not symmetry.can_rotate
     batch = batch_of()
     assert fedrot.check_function(model, config, symmetry, parts, batch=batch) < 1e-9
+    moved = fedrot.random_equivalent(state, symmetry, 3, parts)
+    options = fedrot.AlignmentOptions(parts=parts)
+    back = fedrot.align(moved, state, symmetry, options).apply(moved)
+    torch.testing.assert_close(back, dict(state), rtol=1e-9, atol=1e-9)
     canonical = fedrot.canonical(state, symmetry)
     model.float()
     read = features_of(model, batch)

@@ -15,9 +15,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import fedrot
-from fedrot.strategies import FedRot, LabelledRows, answer_with_sums
+from fedrot.strategies import (
+    FedRot,
+    LabelledRows,
+    answer_with_sums,
+    fit_task_head,
+)
+from fedrot.strategies.fitting.fit_task_head import WIDEST
 from fedrot.strategies.fitting.result import FittedTaskHead
 from fedrot.strategies.wire.fitting_messages import LOSSES, ROWS, STAGE, SUMS
+from fedrot.task_head import task_head_of
 from fedrot.task_head.losses import collect_losses, temperature_in_words
 from tests.strategies.fakes import (
     failure,
@@ -373,6 +380,14 @@ def test_a_head_that_cannot_be_fitted_stays_as_it_is(
             "fedrot-head-failed": 1,
             "fedrot-head-temperature": 1,
         }
+
+
+def test_a_task_head_with_more_inputs_than_stated_is_refused():
+    state = SINGLE.state()
+    weight = f"{task_head_of(SINGLE.config, state)}.weight"
+    state[weight] = torch.zeros(len(state[weight]), WIDEST + 1)
+    with pytest.raises(fedrot.FedrotError, match=f"{WIDEST + 1} inputs"):
+        fit_task_head(grid_of([]), ArrayRecord(state), SINGLE.config)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,8 @@ def _check(
     strategy: Strategy, experiment: Scenario, of_adapters: bool | None = None
 ) -> None:
     """Refuse what the kind does not read, and experiments with or without adapters."""
-    refuse_unread(strategy, "fraction_train", "weighted_by_key", "options")
+    fitted = ["fit_at_end"] if of_adapters else []
+    refuse_unread(strategy, "fraction_train", "weighted_by_key", "options", *fitted)
     if of_adapters is not None and of_adapters != bool(experiment.lora):
         what = "adapters; give lora" if of_adapters else "whole models; leave out lora"
         raise ValueError(f"kind '{strategy.kind}' is for {what}")

@@ -56,6 +56,8 @@ from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 
 #: Seconds between two lines about the progress, where there is no terminal.
 SILENCE = 30.0
+#: Share of a run from which on its speed tells the time left.
+TELLING = 0.02
 #: Seconds between two reports of a job about its progress.
 _BEAT = 0.5
 
@@ -306,7 +308,7 @@ class _Run:
         texts = [progress.text for progress in running if progress.text]
         if not done:
             self._start = now  # Processes start before anything is done.
-        elif left and now - self._start > 5:
+        elif left and now - self._start > 5 and done > TELLING * self._cost:
             seconds = (now - self._start) * (self._cost / done - 1)
             seconds *= longer(len(self._jobs()), len(running) or 1)
             texts.insert(0, f"about {range_in_words(seconds)} left")

@@ -333,8 +333,12 @@ def test_without_a_terminal_a_line_breaks_a_silence(terminal, tmp_path, monkeypa
     monkeypatch.setattr(runs, "SILENCE", 0.0)
     run, shown = shown_run(tmp_path, of(strategies="fedavg"), force_terminal=terminal)
     run._start -= 60
-    progress = runs.CellProgress("fedavg (seed 0) 25 %", run._cost / 4)
-    run._of_job[Job("a", print, ())] = progress
+    job = Job("a", print, ())
+    # One hundredth does not tell the speed of the rest.
+    run._of_job[job] = runs.CellProgress("some", run._cost / 100)
+    run._show()
+    assert "left" not in shown.getvalue()
+    run._of_job[job] = runs.CellProgress("fedavg (seed 0) 25 %", run._cost / 4)
     run._show()
     told = "25 % about 2 min to 4 min left; fedavg (seed 0) 25 %"
     assert (told in shown.getvalue()) == (not terminal)

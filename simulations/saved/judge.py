@@ -159,7 +159,10 @@ def verdict(
         f"The merged model is {comparison} the best single one: {metric} {ours:z.3f} "
         f"against {others:z.3f} ({best}) on {len(task.test)} held-out rows.{advice}"
     )
-    choice = f"The merged model is {taken}: the lowest loss on these rows."
+    choice = (
+        f"Of the scales of the mean change, {taken} has the lowest loss on these rows: "
+        "it is the merged model."
+    )
     sentences = [first, remark, choice if change.base else "", fit]
     lines = [
         [name, *(f"{value:z.3f}" for value in values.values())]

@@ -93,7 +93,7 @@ def test_the_scale_with_the_lowest_loss_is_written(best, words, tmp_path):
     )
     errors = [float((scores(tensors) - labels).square().mean()) for tensors in line]
     assert losses(said) == pytest.approx(errors, abs=6e-4)
-    assert f"The merged model is {words}: the lowest loss" in said
+    assert f"mean change, {words} has the lowest loss" in said
     assert close(load_file(tmp_path / "out" / WEIGHTS), target, 1e-4)
 
 
@@ -114,7 +114,7 @@ def test_what_the_base_lacks_is_averaged_and_ties_are_the_base(kind, tmp_path):
     data = rows(tmp_path)
     said = merge(tmp_path, *data, "--out", tmp_path / "out")
     assert "The base lacks classifier.bias, classifier.weight: the mean's" in said
-    assert "The merged model is the base (scale 0)" in said
+    assert "mean change, the base (scale 0) has the lowest loss" in said
     assert len({*losses(said)}) == 1
     assert equal(load_file(tmp_path / "out" / WEIGHTS), state)
     fitted = merge(tmp_path, *data, "--fit-head")

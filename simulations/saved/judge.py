@@ -168,8 +168,10 @@ def verdict(
         [name, *(f"{value:z.3f}" for value in values.values())]
         for name, values in scores.items()
     ]
-    table = Table("", ["model", *scores[taken]], lines, ["model"])
-    return merged, [*filter(None, sentences), table]
+    return merged, [
+        *filter(None, sentences),
+        Table("", ["model", *scores[taken]], lines, ["model"]),
+    ]
 
 
 def _fitted(

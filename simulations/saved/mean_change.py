@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from fedrot.tensors import TensorDict, Tensors
+from fedrot.tensors import Tensors
 
 #: Scales of the change from a base among which held-out rows choose, by name.
 SCALES = {
@@ -22,7 +22,8 @@ SCALES = {
 class MeanChange(NamedTuple):
     """The mean of models and their base, both in the same coordinates.
 
-    Source: Ilharco et al. 2023 (task arithmetic, arXiv 2212.04089), with one scale.
+    Source: Ilharco et al. 2023 (task arithmetic, arXiv 2212.04089), where one scale
+    multiplies the sum of the changes, not their mean.
 
     Attributes:
         mean: in float32 or float64.
@@ -34,7 +35,7 @@ class MeanChange(NamedTuple):
     base: Tensors
     like: Tensors
 
-    def at(self, scale: float) -> TensorDict:
+    def at(self, scale: float) -> Tensors:
         """Return ``base + scale * (mean - base)``; what the base lacks is the mean's.
 
         It is exact at 0 and 1.

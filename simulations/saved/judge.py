@@ -17,7 +17,9 @@ from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.model_labels import places_of
 from fedrot.simulations.models import by_position
 from fedrot.simulations.pretrained import pad_id_of
+from fedrot.simulations.report.tables import Table
 from fedrot.simulations.saved.load import SavedModel
+from fedrot.simulations.saved.mean_change import SCALES, MeanChange
 from fedrot.simulations.scenario import Settings
 from fedrot.simulations.tasks.objective import Scores
 from fedrot.simulations.tasks.tagging import TokenClassification
@@ -108,13 +110,14 @@ def _task_name(saved: str, model: Any) -> str:
 def verdict(
     judge: Judge,
     models: Sequence[SavedModel],
-    merged: Tensors,
+    change: MeanChange,
     fit_head: bool,
-) -> tuple[Tensors, list[str]]:
+) -> tuple[Tensors, list[Any]]:
     """Return the merged model, with the best task head if asked for, and sentences.
 
-    The first compares it with the best of the models and says what to do; ``judge`` is
-    ``prepared``'s.
+    Of several scales that with the lowest loss is taken, at a tie the smallest. The
+    first sentence compares it with the best of the models and says what to do; behind
+    the sentences is a table of all. ``judge`` is ``prepared``'s.
     """
     task, model, order, remark = judge
 
@@ -123,21 +126,26 @@ def verdict(
         model.load_state_dict(tensors, strict=False)
         return evaluate(model, task, task.test, np.arange(len(task.test)))
 
-    scores = {f"'{saved.name}'": scored(saved.tensors) for saved in models}
-    sentences: list[str] = []
-    if fit_head:
-        merged, sentences = _fitted(task, model, order, merged)
-    merged_scores = scored(merged)
-    metric = next(iter(merged_scores))
-    sign = -1 if "perplexity" in metric else 1
-
-    def worth(values: Scores) -> float:
+    def worth(name: str, metric: str) -> float:
         """Return what decides: equal if equal in print, NaN below all numbers."""
-        rounded = np.round(sign * values[metric], 3)
+        sign = -1 if metric == "loss" or "perplexity" in metric else 1
+        rounded = np.round(sign * scores[name][metric], 3)
         return float(np.nan_to_num(rounded, nan=-np.inf))
 
-    best = max(scores, key=lambda name: worth(scores[name]))
-    gain = worth(merged_scores) - worth(scores[best])
+    scores = {f"'{saved.name}'": scored(saved.tensors) for saved in models}
+    single = [*scores]
+    scales = SCALES if change.base else {"merged": 1.0}
+    taken = ""
+    for name, scale in scales.items():
+        tensors, sentence = change.at(scale), ""
+        if fit_head:
+            tensors, sentence = _fitted(task, model, order, tensors)
+        scores[name] = scored(tensors)
+        if not taken or worth(name, "loss") > worth(taken, "loss"):
+            taken, merged, fit = name, tensors, sentence
+    metric, *_ = scores[taken]
+    best = max(single, key=lambda name: worth(name, metric))
+    gain = worth(taken, metric) - worth(best, metric)
     comparison = "worse than" if gain < 0 else "as good as"
     advice = f" Keep {best}, or try other --parts."
     if gain > 0:
@@ -145,21 +153,30 @@ def verdict(
         advice = ""
     if order and not fit_head:
         advice += " --fit-head fits the task head to the training rows."
-    ours = merged_scores[metric]
+    ours = scores[taken][metric]
     others = scores[best][metric]
     first = (
         f"The merged model is {comparison} the best single one: {metric} {ours:z.3f} "
         f"against {others:z.3f} ({best}) on {len(task.test)} held-out rows.{advice}"
     )
-    for name, values in {**scores, "merged": merged_scores}.items():
-        figures = (f"{metric} {value:z.3f}" for metric, value in values.items())
-        sentences.append(f"{name}: {', '.join(figures)}.")
-    return merged, [*filter(None, [first, remark]), *sentences]
+    choice = (
+        f"Of the scales of the mean change, {taken} has the lowest loss on these rows: "
+        "it is the merged model."
+    )
+    sentences = [first, remark, choice if change.base else "", fit]
+    lines = [
+        [name, *(f"{value:z.3f}" for value in values.values())]
+        for name, values in scores.items()
+    ]
+    return merged, [
+        *filter(None, sentences),
+        Table("", ["model", *scores[taken]], lines, ["model"]),
+    ]
 
 
 def _fitted(
     task: Task, model: Any, order: list[int], tensors: Tensors
-) -> tuple[Tensors, list[str]]:
+) -> tuple[Tensors, str]:
     """Return a model with the best of its own and of fitted heads, and a sentence.
 
     Heads are fitted to four fifths of the training rows. On the others, head and
@@ -198,10 +215,10 @@ def _fitted(
     divisor = choice.temperature * taken.divisor
     loss = float(votes.at_best(taken))
     before = float(votes.means(old)[:, ONE])
-    return changed, [
+    return changed, (
         f"The task head is {which} at {temperature_in_words(divisor)}: "
         f"loss {loss:z.3f} on {len(held_out)} other rows, {before:z.3f} before the fit."
-    ]
+    )
 
 
 def _batches(task: Task, model: Any, rows: Any) -> list[Tensors]:

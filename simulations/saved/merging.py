@@ -19,8 +19,10 @@ from fedrot.lora import AdapterOptions, AdapterUpdate, LoraSettings
 from fedrot.lora.adapters import factors, pairs_of, plain_names
 from fedrot.matching.anchor import Anchor
 from fedrot.options import AlignmentOptions
+from fedrot.simulations.data.read import listed
 from fedrot.simulations.pretrained import loading, models_inside
-from fedrot.simulations.saved.load import SavedModel, about, load, writing
+from fedrot.simulations.saved.load import SavedModel, about, load, load_base, writing
+from fedrot.simulations.saved.mean_change import MeanChange
 from fedrot.simulations.scenario import Settings
 from fedrot.symmetry import DEFAULT_PARTS, WHOLE_MODEL, Symmetry, symmetry_of
 from fedrot.symmetry.canonical import canonical
@@ -52,13 +54,17 @@ def merge_models(
     parts: str | None,
     data: Settings,
     fit_head: bool,
-) -> list[str]:
+    base_name: str | None,
+) -> list[Any]:
     """Diagnose saved models, align them to the first, and write their mean.
 
-    Returns sentences about it. All models are held in memory. The mean is computed in
-    float32 or float64 and has the dtypes, configuration and tokenizer of the first
-    model. With data, the first sentence says whether it is better than the best of the
-    models.
+    With a base they are aligned to it, and the data choose the scale of the mean change
+    from it, see ``MeanChange``.
+
+    Returns sentences about it, and a table. All models are held in memory. The mean is
+    computed in float32 or float64 and has the dtypes, configuration and tokenizer of
+    the first model. With data, the first sentence says whether it is better than the
+    best of the models.
 
     Args:
         names: of two or more models that differ only in the values of tensors, see
@@ -71,6 +77,8 @@ def merge_models(
             evaluated.
         fit_head: whether the task head of the mean is fitted to the data's training
             rows.
+        base_name: of the model from which all were fine-tuned, only with data; it may
+            be of another class.
     """
     models = [load(name, whole=True) for name in names]
     first = models[0]
@@ -78,32 +86,41 @@ def merge_models(
         _refuse_unlike(first, saved, allowed)
         with about(saved.name):
             check_finite(saved.tensors)
+    base = load_base(base_name, first) if base_name else {}
     if data:  # Its modules need seconds for their imports.
         from fedrot.simulations.saved import judge
 
         judged = judge.prepared(first, data)
     symmetry = symmetry_of(first.model.config, first.tensors)
-    diagnosis = diagnose(
-        first.tensors, [other.tensors for other in models[1:]], symmetry
-    )
+    ours = {**first.tensors, **base}
+    updates = [saved.tensors for saved in models if base or saved is not first]
+    diagnosis = diagnose(ours, updates, symmetry)
     options = options_of(parts or diagnosis.choice)
     if set(options.parts) == set(WHOLE_MODEL):
         options = options.movable(symmetry)
     options = options.for_model(symmetry)
-    merged, reports = _average(models, weights, symmetry, options)
+    change, reports = _average(models, weights, symmetry, options, ours, base)
     sentences = [
         f"Diagnosis: {diagnosis}",
         f"Aligned parts: {', '.join(options.parts) or 'none'}.",
         *reports,
     ]
+    lacking = ours.keys() - base
+    if base and lacking:
+        sentences.append(
+            f"The base lacks {listed(sorted(lacking))}: the mean's at every scale."
+        )
     if data:
-        merged, verdict = judge.verdict(judged, models, merged, fit_head)
+        merged, verdict = judge.verdict(judged, models, change, fit_head)
         sentences = [*verdict, *sentences]
     else:
+        merged = change.at(1)
         sentences.append(
-            "--data tells whether it is better than the best model; see also "
-            "--fit-head."
+            "--data tells whether it is better than the best model; see also --base "
+            "and --fit-head."
         )
+    with about(f"the mean in the dtypes of {first.name} (save that in float32)"):
+        check_finite(merged)
     if out is not None:
         # The mean has no names of tied tensors.
         first.model.load_state_dict(merged, strict=False)
@@ -119,13 +136,15 @@ def _average(
     weights: list[float],
     symmetry: Symmetry,
     options: AlignmentOptions,
-) -> tuple[Tensors, list[str]]:
-    """Return the weighted mean of models that are aligned to the first.
+    ours: Tensors,
+    base: Tensors,
+) -> tuple[MeanChange, list[str]]:
+    """Return the weighted mean of models that are aligned to ``ours``.
 
-    Reports of the alignments are returned, too.
+    This is the first model, with the tensors of a base if there is one. Reports of the
+    alignments are returned, too.
     """
     first = models[0]
-    ours = first.tensors
     evidence = None
     if options.rotates:
         symmetry = symmetry.rotated
@@ -142,7 +161,7 @@ def _average(
         moved = widened(saved.tensors)
         twins = {name for tied in tied_tensors(saved.tensors) for name in tied[1:]}
         with about(saved.name):
-            if saved is not first:
+            if base or saved is not first:
                 check_update(saved.tensors, symmetry.shapes)
                 alignment = find(saved.tensors, anchor)
                 moved = alignment.apply(moved)
@@ -155,12 +174,10 @@ def _average(
                 {name: tensor for name, tensor in moved.items() if name not in twins},
                 weight,
             )
-    merged = {
-        name: tensor.to(ours[name].dtype) for name, tensor in mean.result().items()
-    }
-    with about(f"the mean in the dtypes of {first.name} (save that in float32)"):
-        check_finite(merged)
-    return merged, reports
+    if options.canonical:
+        ours = canonical(ours, symmetry)
+    start = {name: ours[name] for name in base}
+    return MeanChange(mean.result(), start, first.tensors), reports
 
 
 def options_of(parts: str) -> AlignmentOptions:

@@ -61,7 +61,7 @@ def test_a_worse_an_equal_and_a_better_mean_are_said_first(own, tmp_path):
     assert said.startswith(keep), said
     assert f"The outputs of '{a}' are, by position, a, b, c:" in said
     assert "--data" in run("merge", a, b)
-    assert f"'{b}': accuracy 0.300, macro_f1 " in said
+    assert " 0.300 0.154 0.391 1.103 1.419 merged 0.300 " in said
     assert (tmp_path / "plain" / WEIGHTS).exists()
     assert judged(*line, "--weights", "2,1").startswith(
         "as good as the best single one"

@@ -179,6 +179,7 @@ def test_requests_that_make_no_sense(tmp_path):
         "--weights 1,x": "a positive weight for each",
         "--parts legs": "Unknown part 'legs'",
         "--rank 2": "--rank would have no effect",
+        f"--base {b}": "--base would have no effect",
         "--fit-head --label-column "
         "b": "label_column and --fit-head would have no effect",
         f"--out {b}": "Choose another --out",

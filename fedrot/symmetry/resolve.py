@@ -224,13 +224,13 @@ def _across_layers(
                 space = space_of(entry)
                 members = slots[space]
                 reads_layers = name in task_heads and entry == read(space)
-                parts = layers if reads_layers and space in streams else 1
-                width = shape[axis] // parts
-                for start in range(0, width * parts, width):
-                    part = Slice(start, start + width)
+                blocks = layers if reads_layers and space in streams else 1
+                width = shape[axis] // blocks
+                for number in range(blocks):
+                    block = Slice(number * width, (number + 1) * width)
                     unsigned = entry.startswith("|")
-                    members.append(Slot(name, axis, part, unsigned=unsigned))
-                fits &= members[0].size * parts == shape[axis]
+                    members.append(Slot(name, axis, block, unsigned=unsigned))
+                fits &= members[0].size * blocks == shape[axis]
         if not fits:
             reason = (
                 f"the tensor '{name}' of shape {list(shape)} does not fit other "

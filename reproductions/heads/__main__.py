@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,10 +26,31 @@ OURS, METRICS = "ours-lowest", ("accuracy", "macro_f1", "loss", "ece", "worst")
 LAYER, SUMS = 1_774_464, 384 * 385 // 2 + 7 * 385
 #: What identifies a run of a cell.
 RUN = ["data", "skew", "seed"]
+#: The setting of rows that do not name it; 0 rows are the numbers in cell.py.
+SETTING = {
+    "encoder": "minilm",
+    "pooling": "mean",
+    "read": "last",
+    "layers": 3,
+    "size": 0,
+    "tests": 0,
+    "clients": 8,
+    "bfloat16": False,
+    "rounds": 5,
+}
 
 DataDir = Annotated[Path, typer.Option(help="Folder of the data card.")]
 Out = Annotated[
     Path, typer.Option(help="File of rows, one JSON object a line; it is continued.")
+]
+Encoder = Annotated[str, typer.Option(help="minilm, or a folder of transformers.")]
+Pooling = Annotated[str, typer.Option(help="mean, last (token) or pooler (BERT's).")]
+Read = Annotated[str, typer.Option(help="Layers: last, all or numbers as 4,5,6.")]
+Layers = Annotated[int, typer.Option(help="How many upper layers are trained.")]
+Size = Annotated[int, typer.Option(help="Rows of the clients; 0: 1,600.")]
+Tests = Annotated[int, typer.Option(help="Test rows; 0: 1,000.")]
+Rates = Annotated[
+    str, typer.Option(help="In place of the arms' own: fedavg=1e-4,ccvr=5e-4.")
 ]
 
 
@@ -42,27 +64,52 @@ def run(
     arms: Annotated[
         str, typer.Option(help="Names in arms.py, separated by commas.")
     ] = ",".join(ARMS),
+    rates: Rates = "",
     rounds: int = 5,
-    layers: int = 3,
-    pooling: str = "mean",
+    encoder: Encoder = "minilm",
+    pooling: Pooling = "mean",
+    read: Read = "last",
+    layers: Layers = 3,
+    size: Size = 0,
+    tests: Tests = 0,
+    clients: int = 8,
+    bfloat16: bool = False,
 ) -> None:
     """Repeat a cell: DATA (a name in cell.py), SKEW (Dirichlet's concentration, 0 for
     IID) and SEED.
 
-    The upper LAYERS of MiniLM are trained; POOLING is mean or pooler.
+    Arms in succession that differ only in a head fitted at the end share their rounds.
     """
     from reproductions.heads.rounds import play
 
-    federation = federation_of(data, skew, seed, data_dir, layers, pooling)
-    place = dict(zip(RUN, (data, skew, seed), strict=True))
-    place |= {"pooling": pooling, "layers": layers, "rounds": rounds}
+    setting = {
+        "encoder": encoder,
+        "pooling": pooling,
+        "read": read,
+        "layers": layers,
+        "size": size,
+        "tests": tests,
+        "clients": clients,
+        "bfloat16": bfloat16,
+    }
+    federation = federation_of(data, skew, seed, data_dir, **setting)
+    place = dict(zip(RUN, (data, skew, seed), strict=True)) | setting
+    place |= {"encoder": Path(encoder).name, "rounds": rounds}
+    chosen = rates_of(rates)
     for name in arms.split(","):
         arm = ARMS[name]
+        arm = replace(arm, rate=chosen.get(name, arm.rate))
         told = place | {"arm": name, "rate": arm.rate}
         # An arm is written as a whole or not at all.
         rows = [told | row for row in play(federation, arm, rounds)]
         append(out, rows)
         typer.echo(rows[-1])
+
+
+def rates_of(text: str) -> dict[str, float]:
+    """Return the rates of an option, by arm."""
+    pairs = [pair.split("=") for pair in text.split(",") if pair]
+    return {name: float(rate) for name, rate in pairs}
 
 
 def append(out: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -76,25 +123,29 @@ def federation_of(
     skew: float,
     seed: int,
     data_dir: Path,
-    layers: int = 3,
+    encoder: str = "minilm",
     pooling: str = "mean",
-    bfloat16: bool = False,
+    read: str = "last",
+    layers: int = 3,
     size: int = 0,
     tests: int = 0,
+    clients: int = 8,
+    bfloat16: bool = False,
 ) -> Federation:
-    """Return a cell with MiniLM, of which the upper layers are trained."""
-    from transformers import BertModel
+    """Return a cell with an encoder, of which the upper layers are trained."""
+    from transformers import AutoModel
 
     from fedrot.simulations.pretrained import loading, source_of
     from reproductions.heads.cell import load
     from reproductions.heads.federation import Federation
 
-    model = Path(source_of("minilm"))
-    cell = load(data, skew, seed, data_dir, model / "tokenizer.json", size, tests)
-    with loading(source_of("minilm")):
+    folder = Path(source_of(encoder))
+    tokenizer = folder / "tokenizer.json"
+    cell = load(data, skew, seed, data_dir, tokenizer, size, tests, clients)
+    with loading(encoder):
         # Fused attention is slow at such lengths, above all backwards.
-        bert = BertModel.from_pretrained(model, attn_implementation="eager")
-    return Federation(cell, bert.half().float(), layers, pooling, bfloat16)
+        model = AutoModel.from_pretrained(folder, attn_implementation="eager")
+    return Federation(cell, model.half().float(), layers, pooling, bfloat16, read)
 
 
 @app.command()
@@ -105,18 +156,34 @@ def sites(
     data_dir: DataDir,
     out: Out,
     arms: Annotated[str, typer.Option(help="Names in sites.py.")] = "",
-    rates: Annotated[str, typer.Option(help="In place of RATES: alone=1e-4,...")] = "",
+    rates: Rates = "",
     rounds: int = 5,
+    encoder: Encoder = "minilm",
+    pooling: Pooling = "mean",
+    read: Read = "last",
+    layers: Layers = 3,
+    size: Size = 0,
+    tests: Tests = 0,
+    clients: int = 8,
 ) -> None:
     """Repeat a cell on the sites' own rows, see `run`, in bfloat16."""
     from reproductions.heads.sites import RATES, SITE_ARMS, site_rows
 
-    federation = federation_of(data, skew, seed, data_dir, bfloat16=True)
-    place = dict(zip(RUN, (data, skew, seed), strict=True))
-    pairs = [pair.split("=") for pair in rates.split(",") if pair]
-    chosen = RATES | {name: float(rate) for name, rate in pairs}
+    setting = {
+        "encoder": encoder,
+        "pooling": pooling,
+        "read": read,
+        "layers": layers,
+        "size": size,
+        "tests": tests,
+        "clients": clients,
+        "bfloat16": True,
+    }
+    federation = federation_of(data, skew, seed, data_dir, **setting)
+    place = dict(zip(RUN, (data, skew, seed), strict=True)) | setting
+    place |= {"encoder": Path(encoder).name}
     names = arms.split(",") if arms else SITE_ARMS
-    rows = site_rows(federation, names, rounds, chosen)
+    rows = site_rows(federation, names, rounds, RATES | rates_of(rates))
     append(out, (place | row for row in rows))
 
 

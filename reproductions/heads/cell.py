@@ -64,7 +64,9 @@ class Cell:
         self.client, self.seed, self.clients = client, seed, int(client.max()) + 1
         self.corpus = np.zeros_like(labels) if corpus is None else corpus
         rng, rows = np.random.default_rng([seed, 1]), np.arange(len(client))
-        mixed = [rng.permutation(rows[client == number]) for number in range(self.clients)]
+        mixed = [
+            rng.permutation(rows[client == number]) for number in range(self.clients)
+        ]
         self.held_out = np.sort(
             np.concatenate([own[: round(HELD_OUT * len(own))] for own in mixed])
         )
@@ -188,9 +190,7 @@ def _read(path: Path, column: str, splits: list[str]) -> tuple[npt.NDArray[Any],
     return table[column].to_numpy(object), table["label"].to_numpy(np.int64)
 
 
-def divided(
-    labels: Array, skew: float, seed: int, clients: int = CLIENTS
-) -> Array:
+def divided(labels: Array, skew: float, seed: int, clients: int = CLIENTS) -> Array:
     """Return each row's client, by Dirichlet(skew) or, if 0, in equal parts; every
     client has rows.
     """

@@ -5,6 +5,7 @@ good they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,6 +53,10 @@ def epoch(
         flat.grad = gradient + arm.pull * (flat.detach() - start) + correction
         optimiser.step()
     return flat.detach(), total / len(batches)
+
+
+class _Reached(Exception):
+    """The first trained layer has its input: what comes after is not needed."""
 
 
 class Given(nn.Module):
@@ -116,7 +121,7 @@ class Federation:
         frozen, numbers = len(stack) - layers, layer_numbers(read, len(stack))
         below = [number for number in numbers if number <= frozen]
         self.above = [number - frozen for number in numbers if number > frozen]
-        self.hidden, self.below = self._run(frozen, below)
+        self.hidden, self.below = self._run(stack[: frozen + 1], below)
         del stack[:frozen]
         if hasattr(encoder, "embeddings"):  # they would add positions
             encoder.embeddings = Given()
@@ -133,18 +138,29 @@ class Federation:
         self.start = torch.cat([body, head])
 
     @torch.no_grad()
-    def _run(self, frozen: int, numbers: list[int]) -> tuple[Tensor, Tensor]:
-        """Return what the last frozen layer gives out, and what is read of the frozen
-        layers with these numbers.
+    def _run(self, stack: nn.ModuleList, numbers: list[int]) -> tuple[Tensor, Tensor]:
+        """Return what the last layer of a stack takes in, and what is read of the
+        layers below it with these numbers.
         """
+        inputs: list[Tensor] = []
         states = []
         features = []
+
+        def keep(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            inputs.append(given[0])
+            if len(inputs) == len(stack):
+                raise _Reached
+
+        hooks = [layer.register_forward_pre_hook(keep) for layer in stack]
         ids = torch.from_numpy(self.cell.ids)
         for rows in torch.arange(len(ids)).split(READ):
-            given = {"input_ids": ids[rows], "attention_mask": self.mask(rows)}
-            found = self.encoder(**given, output_hidden_states=True).hidden_states
-            states.append(found[frozen])
-            features.append(self.pooled(found, numbers, rows))
+            inputs.clear()
+            with suppress(_Reached):
+                self.encoder(input_ids=ids[rows], attention_mask=self.mask(rows))
+            states.append(inputs[-1])
+            features.append(self.pooled(inputs, numbers, rows))
+        for hook in hooks:
+            hook.remove()
         return torch.cat(states), torch.cat(features)
 
     def mask(self, rows: Tensor, tokens: int | None = None) -> Tensor:

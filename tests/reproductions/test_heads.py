@@ -232,7 +232,9 @@ def test_every_arm_plays(federation, name):
 def test_a_cell_divides_all_rows_and_knows_its_worst_client(skew):
     labels = np.arange(500) % 2
     client = cell.divided(np.arange(400) % 2, skew, 11)
-    found = cell.Cell(np.ones((500, 4), dtype=np.int64), np.full(500, 4), labels, client, 11)
+    found = cell.Cell(
+        np.ones((500, 4), dtype=np.int64), np.full(500, 4), labels, client, 11
+    )
     sizes = np.bincount(client)
     assert found.counts.sum(1).tolist() == [n - round(n / 4) for n in sizes]
     assert sorted([*found.training, *found.held_out, *found.test]) == [*range(500)]

@@ -274,7 +274,7 @@ def lines_of_cells(
 
 def cost(arm: Arm, layers: int, rounds: int) -> tuple[str, str]:
     """Return gigabytes (float32) between server and clients, and a client's passes over
-    rows for sums.
+    rows for sums, with MiniLM's last layer.
 
     Four of eight clients train in a round; a fit asks all, and they keep the body that
     it sends for the next round. SCAFFOLD's variates are as large as the body.
@@ -308,29 +308,49 @@ def ahead(measure: DataFrame, ours: str, arm: str) -> str:
 def table(
     rows: Path,
     rounds: int = 5,
-    layers: int = 3,
-    pooling: str = "mean",
+    encoder: Annotated[str, typer.Option(help="Name of its folder.")] = "minilm",
+    pooling: Pooling = "mean",
+    read: Read = "last",
+    layers: Layers = 3,
+    size: Size = 0,
+    tests: Tests = 0,
+    clients: int = 8,
+    bfloat16: bool = False,
     ours: str = OURS,
 ) -> None:
     """Print the best rival of every cell beside ours, and the means of all arms, from
-    ROWS of `run`.
+    those ROWS of `run` that have this setting.
     """
     import pandas
 
     lines = rows.suffix != ".parquet"
     frame = pandas.read_json(rows, lines=True) if lines else pandas.read_parquet(rows)
-    setting = {"pooling": pooling, "layers": layers, "rounds": rounds}
-    wanted = (frame[[*setting]] == [*setting.values()]).all(axis=1)
+    setting = {
+        "encoder": encoder,
+        "pooling": pooling,
+        "read": read,
+        "layers": layers,
+        "size": size,
+        "tests": tests,
+        "clients": clients,
+        "bfloat16": bfloat16,
+        "rounds": rounds,
+    }
+    wanted = pandas.Series(True, frame.index)
+    for name, value in setting.items():
+        found = frame[name].fillna(SETTING[name]) if name in frame else SETTING[name]
+        wanted &= found == value
     # Rounds before the last have no measures.
     final = frame[wanted].dropna(subset="macro_f1")
     wide = final.pivot_table([*METRICS], RUN, "arm", observed=True)
     f1, accuracy = wide["macro_f1"], wide["accuracy"]
     every = accuracy.get("central", float("nan"))
+    priced = (encoder, read, clients) == ("minilm", "last", 8)
     pooled = []
     for arm in f1.mean().sort_values(ascending=False).index:
         figures = [f"{wide[metric, arm].mean():.3f}" for metric in METRICS]
         share = f"{(accuracy[arm] / every).mean():.3f}"
-        paid = cost(ARMS[arm], layers, rounds) if arm in ARMS else ("", "")
+        paid = cost(ARMS[arm], layers, rounds) if arm in ARMS and priced else ("", "")
         pooled.append((arm, *figures, share, *paid, ahead(f1, ours, arm)))
     header = ("data", "skew", "best rival", "macro F1", "ours", "ahead of it")
     cells = lines_of_cells(f1, RIVALS, ours, "fedavg+fit")

@@ -104,7 +104,8 @@ class Cell:
             truth, guess, labels=classes, average=None, zero_division=0
         )
         counts = self.counted(np.arange(len(self.client)))
-        counts = counts[counts.sum(1) >= FEWEST]
+        sizes = counts.sum(1)
+        counts = counts[sizes >= min(FEWEST, sizes.max())]
         return float((counts @ recall / counts.sum(1)).min())
 
 

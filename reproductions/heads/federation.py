@@ -171,8 +171,8 @@ class Federation:
     def pooled(
         self, states: Sequence[Tensor], numbers: list[int], rows: Tensor
     ) -> Tensor:
-        """Return the means of the tokens of rows, or their last tokens, side by side for
-        each numbered state.
+        """Return the means of the tokens of rows, or their last tokens, of numbered
+        states side by side.
         """
         lengths = self.lengths[rows]
         found = [torch.empty(len(rows), 0)]

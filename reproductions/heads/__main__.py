@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -189,7 +190,9 @@ def sites(
 
 @app.command()
 def sites_gains(rows: Path, out: Path, data_dir: DataDir) -> None:
-    """Write OUT, a Parquet file: ROWS of `sites` with gains over each site alone."""
+    """Write OUT, a Parquet file: ROWS of `sites`, all of one setting, with gains over
+    each site alone.
+    """
     import pandas
 
     from fedrot.simulations.pretrained import source_of
@@ -197,13 +200,14 @@ def sites_gains(rows: Path, out: Path, data_dir: DataDir) -> None:
     from reproductions.heads.sites import add_gains
 
     tokenizer = Path(source_of("minilm")) / "tokenizer.json"
-    frame = pandas.read_json(rows, lines=True)
-    gains = add_gains(
-        frame, lambda *place: load(*place, folder=data_dir, tokenizer=tokenizer)
-    )
+    frame = pandas.read_json(rows, lines=True, precise_float=True)
+    names = [name for name in ("size", "tests", "clients") if name in frame]
+    sizes = frame[names].iloc[0]
+    cell_of = partial(load, folder=data_dir, tokenizer=tokenizer, **sizes)
+    gains = add_gains(frame, cell_of)
     small = gains.select_dtypes("float64").astype("float32")
-    names = gains[["data", "arm", "than"]].astype("category")
-    gains.assign(**small, **names).to_parquet(out, index=False)
+    texts = gains[["data", "arm", "than"]].astype("category")
+    gains.assign(**small, **texts).to_parquet(out, index=False)
 
 
 @app.command()
@@ -265,7 +269,7 @@ def lines_of_cells(
     for (data, skew), runs in measure.groupby(["data", "skew"], observed=True):
         mean = runs.mean()
         best = mean[[arm for arm in rivals if arm in runs]].idxmax()
-        means = [f"{mean[arm]:.3f}" for arm in (best, ours)]
+        means = [f"{mean.get(arm, float('nan')):.3f}" for arm in (best, ours)]
         by = [ahead(runs, ours, arm) for arm in (best, *others)]
         division = f"{skew:g}" if skew else "IID"
         lines.append((str(data), division, best, *means, *by))
@@ -293,11 +297,11 @@ def cost(arm: Arm, layers: int, rounds: int) -> tuple[str, str]:
 
 def ahead(measure: DataFrame, ours: str, arm: str) -> str:
     """Return the mean by which ours is ahead of an arm, with half of its paired 95 %
-    interval.
+    interval; a dash if a file has not both.
     """
     from fedrot.simulations.comparison.paired import paired_difference
 
-    if arm == ours:
+    if arm == ours or not {arm, ours} <= {*measure}:
         return "-"
     differences = (measure[ours] - measure[arm]).dropna()
     paired = paired_difference(differences.tolist())

@@ -83,7 +83,7 @@ def run(
     """
     from reproductions.heads.rounds import play
 
-    setting = {
+    setting: dict[str, Any] = {
         "encoder": encoder,
         "pooling": pooling,
         "read": read,
@@ -170,7 +170,7 @@ def sites(
     """Repeat a cell on the sites' own rows, see `run`, in bfloat16."""
     from reproductions.heads.sites import RATES, SITE_ARMS, site_rows
 
-    setting = {
+    setting: dict[str, Any] = {
         "encoder": encoder,
         "pooling": pooling,
         "read": read,
@@ -329,7 +329,7 @@ def table(
 
     lines = rows.suffix != ".parquet"
     frame = pandas.read_json(rows, lines=True) if lines else pandas.read_parquet(rows)
-    setting = {
+    setting: dict[str, Any] = {
         "encoder": encoder,
         "pooling": pooling,
         "read": read,

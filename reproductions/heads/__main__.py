@@ -50,6 +50,7 @@ Read = Annotated[str, typer.Option(help="Layers: last, all or numbers as 4,5,6."
 Layers = Annotated[int, typer.Option(help="How many upper layers are trained.")]
 Size = Annotated[int, typer.Option(help="Rows of the clients; 0: 1,600.")]
 Tests = Annotated[int, typer.Option(help="Test rows; 0: 1,000.")]
+Clients = Annotated[int, typer.Option(min=2, help="Half of them train in a round.")]
 Rates = Annotated[
     str, typer.Option(help="In place of the arms' own: fedavg=1e-4,ccvr=5e-4.")
 ]
@@ -73,7 +74,7 @@ def run(
     layers: Layers = 3,
     size: Size = 0,
     tests: Tests = 0,
-    clients: int = 8,
+    clients: Clients = 8,
     bfloat16: bool = False,
 ) -> None:
     """Repeat a cell: DATA (a name in cell.py), SKEW (Dirichlet's concentration, 0 for
@@ -83,16 +84,7 @@ def run(
     """
     from reproductions.heads.rounds import play
 
-    setting: dict[str, Any] = {
-        "encoder": encoder,
-        "pooling": pooling,
-        "read": read,
-        "layers": layers,
-        "size": size,
-        "tests": tests,
-        "clients": clients,
-        "bfloat16": bfloat16,
-    }
+    setting = setting_of(encoder, pooling, read, layers, size, tests, clients, bfloat16)
     federation = federation_of(data, skew, seed, data_dir, **setting)
     place = dict(zip(RUN, (data, skew, seed), strict=True)) | setting
     place |= {"encoder": Path(encoder).name, "rounds": rounds}
@@ -105,6 +97,11 @@ def run(
         rows = [told | row for row in play(federation, arm, rounds)]
         append(out, rows)
         typer.echo(rows[-1])
+
+
+def setting_of(*values: object) -> dict[str, Any]:
+    """Return the first of ``SETTING`` with other values."""
+    return dict(zip(SETTING, values, strict=False))
 
 
 def rates_of(text: str) -> dict[str, float]:
@@ -165,21 +162,12 @@ def sites(
     layers: Layers = 3,
     size: Size = 0,
     tests: Tests = 0,
-    clients: int = 8,
+    clients: Clients = 8,
 ) -> None:
     """Repeat a cell on the sites' own rows, see `run`, in bfloat16."""
     from reproductions.heads.sites import RATES, SITE_ARMS, site_rows
 
-    setting: dict[str, Any] = {
-        "encoder": encoder,
-        "pooling": pooling,
-        "read": read,
-        "layers": layers,
-        "size": size,
-        "tests": tests,
-        "clients": clients,
-        "bfloat16": True,
-    }
+    setting = setting_of(encoder, pooling, read, layers, size, tests, clients, True)
     federation = federation_of(data, skew, seed, data_dir, **setting)
     place = dict(zip(RUN, (data, skew, seed), strict=True)) | setting
     place |= {"encoder": Path(encoder).name}
@@ -201,13 +189,12 @@ def sites_gains(rows: Path, out: Path, data_dir: DataDir) -> None:
 
     tokenizer = Path(source_of("minilm")) / "tokenizer.json"
     frame = pandas.read_json(rows, lines=True, precise_float=True)
-    names = [name for name in ("size", "tests", "clients") if name in frame]
-    sizes = frame[names].iloc[0]
+    sizes = frame.filter(["size", "tests", "clients"]).iloc[0]
     cell_of = partial(load, folder=data_dir, tokenizer=tokenizer, **sizes)
     gains = add_gains(frame, cell_of)
     small = gains.select_dtypes("float64").astype("float32")
-    texts = gains[["data", "arm", "than"]].astype("category")
-    gains.assign(**small, **texts).to_parquet(out, index=False)
+    names = gains[["data", "arm", "than"]].astype("category")
+    gains.assign(**small, **names).to_parquet(out, index=False)
 
 
 @app.command()
@@ -318,7 +305,7 @@ def table(
     layers: Layers = 3,
     size: Size = 0,
     tests: Tests = 0,
-    clients: int = 8,
+    clients: Clients = 8,
     bfloat16: bool = False,
     ours: str = OURS,
 ) -> None:
@@ -329,17 +316,9 @@ def table(
 
     lines = rows.suffix != ".parquet"
     frame = pandas.read_json(rows, lines=True) if lines else pandas.read_parquet(rows)
-    setting: dict[str, Any] = {
-        "encoder": encoder,
-        "pooling": pooling,
-        "read": read,
-        "layers": layers,
-        "size": size,
-        "tests": tests,
-        "clients": clients,
-        "bfloat16": bfloat16,
-        "rounds": rounds,
-    }
+    setting = setting_of(
+        encoder, pooling, read, layers, size, tests, clients, bfloat16, rounds
+    )
     wanted = pandas.Series(True, frame.index)
     for name, value in setting.items():
         found = frame[name].fillna(SETTING[name]) if name in frame else SETTING[name]

@@ -118,6 +118,8 @@ class Federation:
         self.lengths, self.labels = map(torch.from_numpy, (cell.lengths, cell.labels))
         encoder.config.use_cache = False
         stack = next(part for part in encoder.modules() if type(part) is nn.ModuleList)
+        if not 1 <= layers <= len(stack):
+            raise ValueError(f"Train 1 to {len(stack)} layers in place of {layers}.")
         frozen, numbers = len(stack) - layers, layer_numbers(read, len(stack))
         below = [number for number in numbers if number <= frozen]
         self.above = [number - frozen for number in numbers if number > frozen]
@@ -155,17 +157,17 @@ class Federation:
         ids = torch.from_numpy(self.cell.ids)
         for rows in torch.arange(len(ids)).split(READ):
             inputs.clear()
+            mask = self.mask(rows, ids.shape[1])
             with suppress(_Reached):
-                self.encoder(input_ids=ids[rows], attention_mask=self.mask(rows))
+                self.encoder(input_ids=ids[rows], attention_mask=mask)
             states.append(inputs[-1])
             features.append(self.pooled(inputs, numbers, rows))
         for hook in hooks:
             hook.remove()
         return torch.cat(states), torch.cat(features)
 
-    def mask(self, rows: Tensor, tokens: int | None = None) -> Tensor:
+    def mask(self, rows: Tensor, tokens: int) -> Tensor:
         """Return which tokens of rows are no padding, ``[rows, tokens]``."""
-        tokens = tokens or self.cell.ids.shape[1]
         return torch.arange(tokens) < self.lengths[rows, None]
 
     def pooled(

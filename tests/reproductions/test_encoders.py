@@ -76,11 +76,17 @@ def test_the_gradient_is_that_of_a_whole_model(name):
 
 
 @pytest.mark.parametrize(
-    ("pooling", "read", "says"), [("pooler", "all", "last"), ("mean", "4,5", "1 to 4")]
+    ("pooling", "layers", "read", "says"),
+    [
+        ("pooler", 2, "all", "last"),
+        ("mean", 2, "4,5", "1 to 4"),
+        ("mean", 0, "last", "1 to 4"),
+        ("mean", 5, "last", "1 to 4"),
+    ],
 )
-def test_layers_that_cannot_be_read_are_refused(pooling, read, says):
+def test_layers_that_do_not_exist_are_refused(pooling, layers, read, says):
     with pytest.raises(ValueError, match=says):
-        federation_of("bert", pooling, read=read)
+        federation_of("bert", pooling, layers, read)
 
 
 def test_arms_that_differ_in_a_last_head_share_their_rounds(monkeypatch):

@@ -1,3 +1,3 @@
 """Task heads under label skew: closed forms, rivals and fedrot's fitted heads on one
-MiniLM.
+pretrained encoder.
 """

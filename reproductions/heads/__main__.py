@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,10 +27,32 @@ OURS, METRICS = "ours-lowest", ("accuracy", "macro_f1", "loss", "ece", "worst")
 LAYER, SUMS = 1_774_464, 384 * 385 // 2 + 7 * 385
 #: What identifies a run of a cell.
 RUN = ["data", "skew", "seed"]
+#: The setting of rows that do not name it; 0 rows are the numbers in cell.py.
+SETTING = {
+    "encoder": "minilm",
+    "pooling": "mean",
+    "read": "last",
+    "layers": 3,
+    "size": 0,
+    "tests": 0,
+    "clients": 8,
+    "bfloat16": False,
+    "rounds": 5,
+}
 
 DataDir = Annotated[Path, typer.Option(help="Folder of the data card.")]
 Out = Annotated[
     Path, typer.Option(help="File of rows, one JSON object a line; it is continued.")
+]
+Encoder = Annotated[str, typer.Option(help="minilm, or a folder of transformers.")]
+Pooling = Annotated[str, typer.Option(help="mean, last (token) or pooler (BERT's).")]
+Read = Annotated[str, typer.Option(help="Layers: last, all or numbers as 4,5,6.")]
+Layers = Annotated[int, typer.Option(help="How many upper layers are trained.")]
+Size = Annotated[int, typer.Option(help="Rows of the clients; 0: 1,600.")]
+Tests = Annotated[int, typer.Option(help="Test rows; 0: 1,000.")]
+Clients = Annotated[int, typer.Option(min=2, help="Half of them train in a round.")]
+Rates = Annotated[
+    str, typer.Option(help="In place of the arms' own: fedavg=1e-4,ccvr=5e-4.")
 ]
 
 
@@ -42,27 +66,48 @@ def run(
     arms: Annotated[
         str, typer.Option(help="Names in arms.py, separated by commas.")
     ] = ",".join(ARMS),
+    rates: Rates = "",
     rounds: int = 5,
-    layers: int = 3,
-    pooling: str = "mean",
+    encoder: Encoder = "minilm",
+    pooling: Pooling = "mean",
+    read: Read = "last",
+    layers: Layers = 3,
+    size: Size = 0,
+    tests: Tests = 0,
+    clients: Clients = 8,
+    bfloat16: bool = False,
 ) -> None:
     """Repeat a cell: DATA (a name in cell.py), SKEW (Dirichlet's concentration, 0 for
     IID) and SEED.
 
-    The upper LAYERS of MiniLM are trained; POOLING is mean or pooler.
+    Arms in succession that differ only in a head fitted at the end share their rounds.
     """
     from reproductions.heads.rounds import play
 
-    federation = federation_of(data, skew, seed, data_dir, layers, pooling)
-    place = dict(zip(RUN, (data, skew, seed), strict=True))
-    place |= {"pooling": pooling, "layers": layers, "rounds": rounds}
+    setting = setting_of(encoder, pooling, read, layers, size, tests, clients, bfloat16)
+    federation = federation_of(data, skew, seed, data_dir, **setting)
+    place = dict(zip(RUN, (data, skew, seed), strict=True)) | setting
+    place |= {"encoder": Path(encoder).name, "rounds": rounds}
+    chosen = rates_of(rates)
     for name in arms.split(","):
         arm = ARMS[name]
+        arm = replace(arm, rate=chosen.get(name, arm.rate))
         told = place | {"arm": name, "rate": arm.rate}
         # An arm is written as a whole or not at all.
         rows = [told | row for row in play(federation, arm, rounds)]
         append(out, rows)
         typer.echo(rows[-1])
+
+
+def setting_of(*values: object) -> dict[str, Any]:
+    """Return the first of ``SETTING`` with other values."""
+    return dict(zip(SETTING, values, strict=False))
+
+
+def rates_of(text: str) -> dict[str, float]:
+    """Return the rates of an option, by arm."""
+    pairs = [pair.split("=") for pair in text.split(",") if pair]
+    return {name: float(rate) for name, rate in pairs}
 
 
 def append(out: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -76,25 +121,29 @@ def federation_of(
     skew: float,
     seed: int,
     data_dir: Path,
-    layers: int = 3,
+    encoder: str = "minilm",
     pooling: str = "mean",
-    bfloat16: bool = False,
+    read: str = "last",
+    layers: int = 3,
     size: int = 0,
     tests: int = 0,
+    clients: int = 8,
+    bfloat16: bool = False,
 ) -> Federation:
-    """Return a cell with MiniLM, of which the upper layers are trained."""
-    from transformers import BertModel
+    """Return a cell with an encoder, of which the upper layers are trained."""
+    from transformers import AutoModel
 
     from fedrot.simulations.pretrained import loading, source_of
     from reproductions.heads.cell import load
     from reproductions.heads.federation import Federation
 
-    model = Path(source_of("minilm"))
-    cell = load(data, skew, seed, data_dir, model / "tokenizer.json", size, tests)
-    with loading(source_of("minilm")):
+    folder = Path(source_of(encoder))
+    tokenizer = folder / "tokenizer.json"
+    cell = load(data, skew, seed, data_dir, tokenizer, size, tests, clients)
+    with loading(encoder):
         # Fused attention is slow at such lengths, above all backwards.
-        bert = BertModel.from_pretrained(model, attn_implementation="eager")
-    return Federation(cell, bert.half().float(), layers, pooling, bfloat16)
+        model = AutoModel.from_pretrained(folder, attn_implementation="eager")
+    return Federation(cell, model.half().float(), layers, pooling, bfloat16, read)
 
 
 @app.command()
@@ -105,24 +154,33 @@ def sites(
     data_dir: DataDir,
     out: Out,
     arms: Annotated[str, typer.Option(help="Names in sites.py.")] = "",
-    rates: Annotated[str, typer.Option(help="In place of RATES: alone=1e-4,...")] = "",
+    rates: Rates = "",
     rounds: int = 5,
+    encoder: Encoder = "minilm",
+    pooling: Pooling = "mean",
+    read: Read = "last",
+    layers: Layers = 3,
+    size: Size = 0,
+    tests: Tests = 0,
+    clients: Clients = 8,
 ) -> None:
     """Repeat a cell on the sites' own rows, see `run`, in bfloat16."""
     from reproductions.heads.sites import RATES, SITE_ARMS, site_rows
 
-    federation = federation_of(data, skew, seed, data_dir, bfloat16=True)
-    place = dict(zip(RUN, (data, skew, seed), strict=True))
-    pairs = [pair.split("=") for pair in rates.split(",") if pair]
-    chosen = RATES | {name: float(rate) for name, rate in pairs}
+    setting = setting_of(encoder, pooling, read, layers, size, tests, clients, True)
+    federation = federation_of(data, skew, seed, data_dir, **setting)
+    place = dict(zip(RUN, (data, skew, seed), strict=True)) | setting
+    place |= {"encoder": Path(encoder).name}
     names = arms.split(",") if arms else SITE_ARMS
-    rows = site_rows(federation, names, rounds, chosen)
+    rows = site_rows(federation, names, rounds, RATES | rates_of(rates))
     append(out, (place | row for row in rows))
 
 
 @app.command()
 def sites_gains(rows: Path, out: Path, data_dir: DataDir) -> None:
-    """Write OUT, a Parquet file: ROWS of `sites` with gains over each site alone."""
+    """Write OUT, a Parquet file: ROWS of `sites`, all of one setting, with gains over
+    each site alone.
+    """
     import pandas
 
     from fedrot.simulations.pretrained import source_of
@@ -130,10 +188,10 @@ def sites_gains(rows: Path, out: Path, data_dir: DataDir) -> None:
     from reproductions.heads.sites import add_gains
 
     tokenizer = Path(source_of("minilm")) / "tokenizer.json"
-    frame = pandas.read_json(rows, lines=True)
-    gains = add_gains(
-        frame, lambda *place: load(*place, folder=data_dir, tokenizer=tokenizer)
-    )
+    frame = pandas.read_json(rows, lines=True, precise_float=True)
+    sizes = frame.filter(["size", "tests", "clients"]).iloc[0]
+    cell_of = partial(load, folder=data_dir, tokenizer=tokenizer, **sizes)
+    gains = add_gains(frame, cell_of)
     small = gains.select_dtypes("float64").astype("float32")
     names = gains[["data", "arm", "than"]].astype("category")
     gains.assign(**small, **names).to_parquet(out, index=False)
@@ -198,7 +256,7 @@ def lines_of_cells(
     for (data, skew), runs in measure.groupby(["data", "skew"], observed=True):
         mean = runs.mean()
         best = mean[[arm for arm in rivals if arm in runs]].idxmax()
-        means = [f"{mean[arm]:.3f}" for arm in (best, ours)]
+        means = [f"{mean.get(arm, float('nan')):.3f}" for arm in (best, ours)]
         by = [ahead(runs, ours, arm) for arm in (best, *others)]
         division = f"{skew:g}" if skew else "IID"
         lines.append((str(data), division, best, *means, *by))
@@ -207,7 +265,7 @@ def lines_of_cells(
 
 def cost(arm: Arm, layers: int, rounds: int) -> tuple[str, str]:
     """Return gigabytes (float32) between server and clients, and a client's passes over
-    rows for sums.
+    rows for sums, with MiniLM's last layer.
 
     Four of eight clients train in a round; a fit asks all, and they keep the body that
     it sends for the next round. SCAFFOLD's variates are as large as the body.
@@ -226,11 +284,11 @@ def cost(arm: Arm, layers: int, rounds: int) -> tuple[str, str]:
 
 def ahead(measure: DataFrame, ours: str, arm: str) -> str:
     """Return the mean by which ours is ahead of an arm, with half of its paired 95 %
-    interval.
+    interval; a dash if a file has not both.
     """
     from fedrot.simulations.comparison.paired import paired_difference
 
-    if arm == ours:
+    if arm == ours or not {arm, ours} <= {*measure}:
         return "-"
     differences = (measure[ours] - measure[arm]).dropna()
     paired = paired_difference(differences.tolist())
@@ -241,29 +299,41 @@ def ahead(measure: DataFrame, ours: str, arm: str) -> str:
 def table(
     rows: Path,
     rounds: int = 5,
-    layers: int = 3,
-    pooling: str = "mean",
+    encoder: Annotated[str, typer.Option(help="Name of its folder.")] = "minilm",
+    pooling: Pooling = "mean",
+    read: Read = "last",
+    layers: Layers = 3,
+    size: Size = 0,
+    tests: Tests = 0,
+    clients: Clients = 8,
+    bfloat16: bool = False,
     ours: str = OURS,
 ) -> None:
     """Print the best rival of every cell beside ours, and the means of all arms, from
-    ROWS of `run`.
+    those ROWS of `run` that have this setting.
     """
     import pandas
 
     lines = rows.suffix != ".parquet"
     frame = pandas.read_json(rows, lines=True) if lines else pandas.read_parquet(rows)
-    setting = {"pooling": pooling, "layers": layers, "rounds": rounds}
-    wanted = (frame[[*setting]] == [*setting.values()]).all(axis=1)
+    setting = setting_of(
+        encoder, pooling, read, layers, size, tests, clients, bfloat16, rounds
+    )
+    wanted = pandas.Series(True, frame.index)
+    for name, value in setting.items():
+        found = frame[name].fillna(SETTING[name]) if name in frame else SETTING[name]
+        wanted &= found == value
     # Rounds before the last have no measures.
     final = frame[wanted].dropna(subset="macro_f1")
     wide = final.pivot_table([*METRICS], RUN, "arm", observed=True)
     f1, accuracy = wide["macro_f1"], wide["accuracy"]
     every = accuracy.get("central", float("nan"))
+    priced = (encoder, read, clients) == ("minilm", "last", 8)
     pooled = []
     for arm in f1.mean().sort_values(ascending=False).index:
         figures = [f"{wide[metric, arm].mean():.3f}" for metric in METRICS]
         share = f"{(accuracy[arm] / every).mean():.3f}"
-        paid = cost(ARMS[arm], layers, rounds) if arm in ARMS else ("", "")
+        paid = cost(ARMS[arm], layers, rounds) if arm in ARMS and priced else ("", "")
         pooled.append((arm, *figures, share, *paid, ahead(f1, ours, arm)))
     header = ("data", "skew", "best rival", "macro F1", "ours", "ahead of it")
     cells = lines_of_cells(f1, RIVALS, ours, "fedavg+fit")

@@ -40,11 +40,13 @@ class Cell:
     one, is held out.
 
     Attributes:
-        ids: token numbers, 0 is padding, ``[rows, tokens]``; ``labels``: the rows'
-            classes.
+        ids: token numbers with padding at the end, ``[rows, tokens]``.
+        lengths: tokens of each row, without padding.
+        labels: classes of the rows.
         client: the client of each of the first rows; the others are test rows.
         seed: of the division, the batches and the first head.
         corpus: of each row.
+        clients: their number.
         training, held_out, test: numbers of rows.
         counts: training rows by client and class, ``[clients, classes]``.
     """
@@ -52,15 +54,19 @@ class Cell:
     def __init__(
         self,
         ids: Array,
+        lengths: Array,
         labels: Array,
         client: Array,
         seed: int,
         corpus: Array | None = None,
     ) -> None:
-        self.ids, self.labels, self.client, self.seed = ids, labels, client, seed
+        self.ids, self.lengths, self.labels = ids, lengths, labels
+        self.client, self.seed, self.clients = client, seed, int(client.max()) + 1
         self.corpus = np.zeros_like(labels) if corpus is None else corpus
         rng, rows = np.random.default_rng([seed, 1]), np.arange(len(client))
-        mixed = [rng.permutation(rows[client == number]) for number in range(CLIENTS)]
+        mixed = [
+            rng.permutation(rows[client == number]) for number in range(self.clients)
+        ]
         self.held_out = np.sort(
             np.concatenate([own[: round(HELD_OUT * len(own))] for own in mixed])
         )
@@ -77,7 +83,7 @@ class Cell:
         """Return the numbers of some rows by client and class, ``[clients,
         classes]``.
         """
-        counts = np.zeros((CLIENTS, self.classes), np.int64)
+        counts = np.zeros((self.clients, self.classes), np.int64)
         np.add.at(counts, (self.client[rows], self.labels[rows]), 1)
         return counts
 
@@ -85,7 +91,7 @@ class Cell:
         """Return each client's training rows in the order of a round."""
         rng = np.random.default_rng([self.seed, 2, number + 100])
         rows = rng.permutation(self.training)
-        return [self.of_client(rows, client) for client in range(CLIENTS)]
+        return [self.of_client(rows, client) for client in range(self.clients)]
 
     def worst(self, guess: Array) -> float:
         """Return the worst client's accuracy: recalls of test rows, weighted by its own
@@ -98,7 +104,8 @@ class Cell:
             truth, guess, labels=classes, average=None, zero_division=0
         )
         counts = self.counted(np.arange(len(self.client)))
-        counts = counts[counts.sum(1) >= FEWEST]
+        sizes = counts.sum(1)
+        counts = counts[sizes >= min(FEWEST, sizes.max())]
         return float((counts @ recall / counts.sum(1)).min())
 
 
@@ -110,11 +117,13 @@ def load(
     tokenizer: Path,
     size: int = 0,
     tests: int = 0,
+    clients: int = CLIENTS,
 ) -> Cell:
     """Return a cell of the data card's Parquet files; all seeds have the same test
     rows.
 
     ``size`` and ``tests`` are other numbers of rows than ``ROWS`` and ``TEST_ROWS``.
+    The cell ``corpora`` has none of the three.
     """
     if name == "corpora":
         return _load_corpora(seed, folder / "emotion", tokenizer)
@@ -124,9 +133,10 @@ def load(
     random = np.random.default_rng([seed, 0])
     rows = random.choice(len(texts), min(size or ROWS, len(texts)), replace=False)
     chosen = np.random.default_rng(0).permutation(len(test))[: tests or TEST_ROWS]
-    ids = _encoded([*texts[rows], *test[chosen]], tokenizer)
+    tokens = _encoded([*texts[rows], *test[chosen]], tokenizer)
     every = np.concatenate([labels[rows], test_labels[chosen]])
-    return Cell(ids, every, divided(labels[rows], skew, seed), seed)
+    client = divided(labels[rows], skew, seed, clients)
+    return Cell(*tokens, every, client, seed)
 
 
 def _load_corpora(seed: int, folder: Path, tokenizer: Path) -> Cell:
@@ -145,23 +155,28 @@ def _load_corpora(seed: int, folder: Path, tokenizer: Path) -> Cell:
         tested = table[~in_training].sample(TEST_ROWS // len(CORPORA), random_state=0)
         test.append(tested)
     every = pandas.concat(training + test)
-    ids = _encoded([*every["text"]], tokenizer)
+    tokens = _encoded([*every["text"]], tokenizer)
     labels = every[EMOTIONS].to_numpy().argmax(1)
     sizes = [len(table) for table in training + test]
     corpus = np.repeat([*range(len(CORPORA))] * 2, sizes)
     rows = np.arange(ROWS)
     client = 2 * corpus[:ROWS] + rows % 2
-    return Cell(ids, labels, client, seed, corpus)
+    return Cell(*tokens, labels, client, seed, corpus)
 
 
-def _encoded(texts: list[str], tokenizer: Path) -> Array:
-    """Return the token numbers of texts, ``[rows, LENGTH]``."""
+def _encoded(texts: list[str], tokenizer: Path) -> tuple[Array, Array]:
+    """Return the token numbers of texts, ``[rows, LENGTH]``, and how many each
+    has.
+    """
     from tokenizers import Tokenizer
 
     reader = Tokenizer.from_file(str(tokenizer))
     reader.enable_truncation(LENGTH)
     reader.enable_padding(length=LENGTH)
-    return np.array([row.ids for row in reader.encode_batch(texts)])
+    rows = reader.encode_batch(texts)
+    lengths = np.array([row.attention_mask for row in rows]).sum(1)
+    # A text without tokens has one of padding: means need one.
+    return np.array([row.ids for row in rows]), lengths.clip(1)
 
 
 def _read(path: Path, column: str, splits: list[str]) -> tuple[npt.NDArray[Any], Array]:
@@ -176,7 +191,7 @@ def _read(path: Path, column: str, splits: list[str]) -> tuple[npt.NDArray[Any],
     return table[column].to_numpy(object), table["label"].to_numpy(np.int64)
 
 
-def divided(labels: Array, skew: float, seed: int) -> Array:
+def divided(labels: Array, skew: float, seed: int, clients: int = CLIENTS) -> Array:
     """Return each row's client, by Dirichlet(skew) or, if 0, in equal parts; every
     client has rows.
     """
@@ -184,7 +199,7 @@ def divided(labels: Array, skew: float, seed: int) -> Array:
     while True:
         try:
             for number, part in enumerate(
-                split_clients(labels, {}, division, CLIENTS, seed)
+                split_clients(labels, {}, division, clients, seed)
             ):
                 client[part] = number
             return client

@@ -5,6 +5,7 @@ good they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from fedrot.task_head.choice import SHRINKAGES
 from fedrot.task_head.sums import ClassSums
 from reproductions.heads import closed
 from reproductions.heads.arms import Arm
-from reproductions.heads.cell import CLIENTS, Array, Cell
+from reproductions.heads.cell import Array, Cell
 
 #: Rows of a step of training, and rows that are read at once without gradients.
 BATCH, READ = 16, 256
@@ -54,8 +55,12 @@ def epoch(
     return flat.detach(), total / len(batches)
 
 
+class _Reached(Exception):
+    """The first trained layer has its input: what comes after is not needed."""
+
+
 class Given(nn.Module):
-    """In place of a BERT's embeddings: what the frozen layers gave out."""
+    """In place of an encoder's embeddings: what the frozen layers gave out."""
 
     def forward(self, inputs_embeds: Tensor, **_: Any) -> Tensor:
         return inputs_embeds
@@ -70,60 +75,144 @@ class Model:
     losses: closed.Losses
 
 
-class Federation:
-    """A cell and a pretrained BERT, of which the upper ``layers`` are trained; ``bert``
-    is used up.
-
-    ``bfloat16``: whether the body multiplies in it (autocast), which is faster.
+def layer_numbers(read: str, depth: int) -> list[int]:
+    """Return the numbers of the layers that ``read`` names, from 1: ``last``, ``all``,
+    or numbers with commas between them.
     """
+    named = {"last": [depth], "all": [*range(1, depth + 1)]}
+    numbers = named.get(read) or sorted({*map(int, read.split(","))})
+    if not 1 <= numbers[0] <= numbers[-1] <= depth:
+        raise ValueError(f"Layers {read} are to be read, and there are 1 to {depth}.")
+    return numbers
+
+
+class Federation:
+    """A cell and a pretrained encoder, of which the upper ``layers`` are trained.
+
+    The encoder is a model of ``transformers``, of BERT's or Llama's kind; it is used
+    up.
+
+    Args:
+        pooling: of the tokens of a row: ``mean``, ``last``, or BERT's ``pooler``.
+        bfloat16: whether the trained layers multiply in it (autocast), which is faster.
+        read: see `layer_numbers`. The head reads the pooled tokens of these layers side
+            by side; the last layer is read after the final norm.
+    """
+
+    #: The last arm whose rounds others can share, and its averages by round.
+    shared: tuple[Arm | None, dict[int, Tensor]] = (None, {})
 
     def __init__(
         self,
         cell: Cell,
-        bert: Any,
+        encoder: Any,
         layers: int,
         pooling: str,
         bfloat16: bool = False,
+        read: str = "last",
     ) -> None:
-        self.bfloat16 = bfloat16
-        self.cell, self.bert, every = cell, bert.eval(), bert.encoder.layer
-        self.lengths, self.labels = (cell.ids > 0).sum(1), torch.from_numpy(cell.labels)
-        bert.encoder.layer = every[: len(every) - layers]
-        with torch.no_grad():
-            ids = torch.from_numpy(cell.ids).split(READ)
-            states = [bert(part, attention_mask=part > 0)[0] for part in ids]
-        self.hidden = torch.cat(states)
-        bert.encoder.layer, bert.embeddings = every[len(every) - layers :], Given()
-        bert.pooler = bert.pooler if pooling == "pooler" else None
-        self.width = self.hidden.shape[2]
+        if pooling == "pooler" and read != "last":
+            raise ValueError("A pooler reads the last layer alone: read 'last'.")
+        self.cell, self.encoder = cell, encoder.eval()
+        self.pooling, self.bfloat16 = pooling, bfloat16
+        self.lengths, self.labels = map(torch.from_numpy, (cell.lengths, cell.labels))
+        encoder.config.use_cache = False
+        stack = next(part for part in encoder.modules() if type(part) is nn.ModuleList)
+        if not 1 <= layers <= len(stack):
+            raise ValueError(f"Train 1 to {len(stack)} layers in place of {layers}.")
+        frozen, numbers = len(stack) - layers, layer_numbers(read, len(stack))
+        below = [number for number in numbers if number <= frozen]
+        self.above = [number - frozen for number in numbers if number > frozen]
+        self.hidden, self.below = self._run(stack[: frozen + 1], below)
+        del stack[:frozen]
+        if hasattr(encoder, "embeddings"):  # they would add positions
+            encoder.embeddings = Given()
+        else:
+            encoder.set_input_embeddings(None)
+        if pooling != "pooler":
+            encoder.pooler = None
+        self.width = self.hidden.shape[2] * len(numbers)
         self.size = cell.classes * (self.width + 1)  # of the head
         generator = torch.Generator().manual_seed(cell.seed)
         head = 0.02 * torch.randn(self.size, generator=generator)
         head[-cell.classes :] = 0
-        body = nn.utils.parameters_to_vector(bert.parameters()).detach()
+        body = nn.utils.parameters_to_vector(encoder.parameters()).detach()
         self.start = torch.cat([body, head])
+
+    @torch.no_grad()
+    def _run(self, stack: nn.ModuleList, numbers: list[int]) -> tuple[Tensor, Tensor]:
+        """Return what the last layer of a stack takes in, and what is read of the
+        layers below it with these numbers.
+        """
+        inputs: list[Tensor] = []
+        states = []
+        features = []
+
+        def keep(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            inputs.append(given[0])
+            if len(inputs) == len(stack):
+                raise _Reached
+
+        hooks = [layer.register_forward_pre_hook(keep) for layer in stack]
+        ids = torch.from_numpy(self.cell.ids)
+        for rows in torch.arange(len(ids)).split(READ):
+            inputs.clear()
+            mask = self.mask(rows, ids.shape[1])
+            with suppress(_Reached):
+                self.encoder(input_ids=ids[rows], attention_mask=mask)
+            states.append(inputs[-1])
+            features.append(self.pooled(inputs, numbers, rows))
+        for hook in hooks:
+            hook.remove()
+        return torch.cat(states), torch.cat(features)
+
+    def mask(self, rows: Tensor, tokens: int) -> Tensor:
+        """Return which tokens of rows are no padding, ``[rows, tokens]``."""
+        return torch.arange(tokens) < self.lengths[rows, None]
+
+    def pooled(
+        self, states: Sequence[Tensor], numbers: list[int], rows: Tensor
+    ) -> Tensor:
+        """Return the means of the tokens of rows, or their last tokens, of numbered
+        states side by side.
+        """
+        lengths = self.lengths[rows]
+        found = [torch.empty(len(rows), 0)]
+        for number in numbers:
+            state = states[number]
+            if self.pooling == "last":
+                found.append(state[torch.arange(len(rows)), lengths - 1])
+            else:
+                mask = self.mask(rows, state.shape[1])
+                found.append((state * mask[..., None]).sum(1) / lengths[:, None])
+        return torch.cat(found, 1)
 
     def read(self, flat: Tensor, rows: Array) -> Tensor:
         """Return what the head of a model reads at some rows."""
-        lengths = torch.from_numpy(self.lengths[rows])
-        tokens = int(lengths.max())
-        mask = torch.arange(tokens) < lengths[:, None]
-        named = dict(self.bert.named_parameters())
+        places = torch.from_numpy(rows)
+        tokens = int(self.lengths[places].max())
+        named = dict(self.encoder.named_parameters())
         parts = flat[: -self.size].split([part.numel() for part in named.values()])
         tensors = {
             name: part.view_as(named[name])
             for name, part in zip(named, parts, strict=True)
         }
-        given = {"inputs_embeds": self.hidden[rows, :tokens], "attention_mask": mask}
+        given = {
+            "inputs_embeds": self.hidden[places, :tokens],
+            "attention_mask": self.mask(places, tokens),
+            "output_hidden_states": True,
+        }
         with torch.autocast("cpu", torch.bfloat16, self.bfloat16):
-            out = functional_call(self.bert, tensors, (), given)
-        mean = (out.last_hidden_state * mask[..., None]).sum(1) / lengths[:, None]
-        return mean if self.bert.pooler is None else out.pooler_output
+            out = functional_call(self.encoder, tensors, (), given)
+        if self.pooling == "pooler":
+            return out.pooler_output
+        trained = self.pooled(out.hidden_states, self.above, places)
+        return torch.cat([self.below[places], trained], 1)
 
     @torch.no_grad()
     def features(self, flat: Tensor, rows: Array) -> Tensor:
         """Return the same for many rows."""
-        order = np.argsort(self.lengths[rows], kind="stable")
+        order = np.argsort(self.cell.lengths[rows], kind="stable")
         places = np.split(order, range(READ, len(order), READ))
         features = torch.cat([self.read(flat, rows[part]) for part in places])
         return features[np.argsort(order)]
@@ -192,7 +281,7 @@ class Federation:
                     epoch(loss, flat, own, Arm(rate))[0]
                     for own in self.cell.batches(-1 - number)
                 ]
-                flat = self.mean(ends, range(CLIENTS))
+                flat = self.mean(ends, range(self.cell.clients))
             found.append(flat)
         return self.head(torch.stack(found))
 

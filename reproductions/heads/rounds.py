@@ -5,6 +5,7 @@ rounds.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from reproductions.heads.arms import Arm
-from reproductions.heads.cell import CLIENTS, Cell
+from reproductions.heads.cell import Cell
 from reproductions.heads.federation import Federation, Model, epoch
 
 
@@ -22,7 +23,7 @@ def clients_of(
 ) -> list[int]:
     """Return the half of the clients that trains in a round."""
     rng = rng or np.random.default_rng([cell.seed, 3, number])
-    return sorted(rng.choice(CLIENTS, CLIENTS // 2, replace=False).tolist())
+    return sorted(rng.choice(cell.clients, cell.clients // 2, replace=False).tolist())
 
 
 def average(
@@ -44,9 +45,26 @@ def average(
         correction = server - variates[client] if arm.scaffold else 0.0
         end, gradient = epoch(loss, flat, batches[client], arm, correction)
         ends.append(end)
-        variates[-1] = variates[-1] + (gradient - variates[client]) / CLIENTS
+        variates[-1] = variates[-1] + (gradient - variates[client]) / cell.clients
         variates[client] = gradient
     return federation.mean(ends, clients)
+
+
+def averaged(
+    federation: Federation, arm: Arm, flat: Tensor, variates: list[Tensor], number: int
+) -> Tensor:
+    """Return `average`; arms in succession that differ only in a head fitted at the end
+    share their rounds.
+    """
+    if arm.scaffold or arm.fit == "every":
+        return average(federation, arm, flat, variates, number)
+    like = replace(arm, fit="never", head="lda")
+    if federation.shared[0] != like:
+        federation.shared = like, {}
+    rounds = federation.shared[1]
+    if number not in rounds:
+        rounds[number] = average(federation, arm, flat, variates, number)
+    return rounds[number]
 
 
 def candidates(
@@ -83,9 +101,9 @@ def models(
     model = federation.evaluate(federation.start, arm.start)
     if not arm.rate:
         yield 0, "", model
-    variates = [torch.zeros_like(model.flat)] * (CLIENTS + 1)
+    variates = [torch.zeros_like(model.flat)] * (federation.cell.clients + 1)
     for number in range(1, rounds + 1) if arm.rate else ():
-        new = average(federation, arm, model.flat, variates, number)
+        new = averaged(federation, arm, model.flat, variates, number)
         found = candidates(federation, arm, model, new, number == rounds)
         taken = min(found, key=lambda name: found[name].losses.mean())
         model = found[taken]

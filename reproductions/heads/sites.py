@@ -26,7 +26,7 @@ from fedrot.task_head.site_head import site_shift
 from fedrot.task_head.sums import ClassSums
 from reproductions.heads import closed
 from reproductions.heads.arms import ARMS, Arm
-from reproductions.heads.cell import CLIENTS, Array, Cell
+from reproductions.heads.cell import Array, Cell
 from reproductions.heads.federation import Federation, Model, epoch
 from reproductions.heads.rounds import clients_of, play_all
 
@@ -150,7 +150,7 @@ class Sites:
         model = self.played(name)
         features = self.features(model.flat)
         logits = closed.scores(features[self.cell.test], model.head)
-        yield name, logits.expand(CLIENTS, -1, -1)
+        yield name, logits.expand(self.cell.clients, -1, -1)
         yield f"{name}/own", logits + self.shifts(name)[:, None]
         if name == "step0":
             for strength in STRENGTHS:
@@ -243,7 +243,7 @@ class Sites:
         total = self.federation.sums(features[training], training)
         shrinkage, temperature = self.calibration(features, total)
         chosen = []
-        for site in range(CLIENTS):
+        for site in range(self.cell.clients):
             of_site = self.sums(features, site)
             mixtures = [_mixture(of_site, total, share) for share in MIXTURES]
             heads = [closed.of_fedrot(mixture, [shrinkage]) for mixture in mixtures]
@@ -309,7 +309,7 @@ class Sites:
         epoch. After the last round every site trains its head.
         """
         flat, size = self.federation.start, self.federation.size
-        heads = [flat[-size:]] * CLIENTS
+        heads = [flat[-size:]] * self.cell.clients
         for number in range(1, self.rounds + 1):
             features = self.features(flat)
             for site in clients_of(self.cell, number):
@@ -400,7 +400,7 @@ def own_weights(cell: Cell) -> Tensor:
     labels = torch.from_numpy(cell.labels[cell.test])
     # A site has rows of one corpus.
     home = dict(zip(cell.client.tolist(), cell.corpus.tolist(), strict=False))
-    tested_at = [cell.corpus[cell.test] == home[site] for site in range(CLIENTS)]
+    tested_at = [cell.corpus[cell.test] == home[site] for site in range(cell.clients)]
     counted = torch.from_numpy(np.stack(tested_at)).double()
     tested = counted @ functional.one_hot(labels, cell.classes).double()
     counts[tested == 0] = 0

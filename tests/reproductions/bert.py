@@ -25,5 +25,7 @@ def small_federation():
     rng = np.random.default_rng(0)
     ids = rng.integers(1, 40, (330, 8)) * (np.arange(8) < rng.integers(3, 9, (330, 1)))
     labels = np.where(rng.random(330) < 0.7, ids[:, 0] % 3, rng.integers(0, 3, 330))
-    own = cell.Cell(ids, labels, cell.divided(labels[:230], 1.0, 5), 5)
+    own = cell.Cell(
+        ids, (ids > 0).sum(1), labels, cell.divided(labels[:230], 1.0, 5), 5
+    )
     return Federation(own, copy.deepcopy(BERT), 2, "mean")

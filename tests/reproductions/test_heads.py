@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -232,7 +234,9 @@ def test_every_arm_plays(federation, name):
 def test_a_cell_divides_all_rows_and_knows_its_worst_client(skew):
     labels = np.arange(500) % 2
     client = cell.divided(np.arange(400) % 2, skew, 11)
-    found = cell.Cell(np.ones((500, 4), dtype=np.int64), labels, client, 11)
+    found = cell.Cell(
+        np.ones((500, 4), dtype=np.int64), np.full(500, 4), labels, client, 11
+    )
     sizes = np.bincount(client)
     assert found.counts.sum(1).tolist() == [n - round(n / 4) for n in sizes]
     assert sorted([*found.training, *found.held_out, *found.test]) == [*range(500)]
@@ -259,7 +263,11 @@ def test_a_cell_is_loaded_and_repeated(tmp_path, monkeypatch):
     tokenizer = tmp_path / "tokenizer.json"
     Tokenizer(WordLevel({f"w{n}": n for n in range(40)}, "w0")).save(str(tokenizer))
     BERT.save_pretrained(tmp_path)
-    monkeypatch.setattr(pretrained, "source_of", lambda _: str(tmp_path))
+    folders = {"minilm": str(tmp_path)}
+    monkeypatch.setattr(pretrained, "source_of", lambda name: folders.get(name, name))
+    other = tmp_path / "other"
+    BERT.save_pretrained(other)
+    shutil.copy(tokenizer, other)
     monkeypatch.setattr(cell, "ROWS", 160)
     number = np.random.default_rng(0).integers(1, 40, 600)
     table = pd.DataFrame({f"label {c}": number % 3 == c for c in range(3)})
@@ -268,11 +276,16 @@ def test_a_cell_is_loaded_and_repeated(tmp_path, monkeypatch):
     table["split"] = np.array(["train", "validation", "test"])[np.arange(600) % 5 // 2]
     (tmp_path / "emotion").mkdir()
     table.to_parquet(tmp_path / "emotion" / "isear.parquet")
+    assert [part.tolist() for part in cell._encoded(["", "w3"], tokenizer)] == [
+        [[0] * 48, [3] + [0] * 47],
+        [1, 1],
+    ]
     found = cell.load("isear", 0.3, 11, tmp_path, tokenizer)
     assert len(found.test) == sum(i % 7 > 0 and i % 5 > 1 for i in range(600))
     assert (found.ids[:, 0] % 3 == found.labels).all()
-    other = cell.load("isear", 0.3, 11, tmp_path, tokenizer, size=90)
-    assert (len(found.client), len(other.client)) == (160, 90)
+    small = cell.load("isear", 0.3, 11, tmp_path, tokenizer, size=90, clients=3)
+    assert (len(found.client), len(small.client)) == (160, 90)
+    assert (found.clients, small.clients, small.counts.shape) == (8, 3, (3, 3))
     out = tmp_path / "rows.jsonl"
     options = ("--rounds=2", "--layers=2", f"--data-dir={tmp_path}", f"--out={out}")
     for seed in (11, 12):
@@ -283,8 +296,22 @@ def test_a_cell_is_loaded_and_repeated(tmp_path, monkeypatch):
         for seed in (11, 12)
         for place in (("step0", 0), ("fedavg", 1), ("fedavg", 2))
     ]
-    place = {"data": "isear", "skew": 0.3, "layers": 2, "rounds": 2, "pooling": "mean"}
+    place = {"data": "isear", "skew": 0.3} | __main__.SETTING
+    place |= {"layers": 2, "rounds": 2}
     assert rows[[*place]].drop_duplicates().to_dict("records") == [place]
+    # Another setting in the same file: the table keeps them apart.
+    setting = ("--encoder=other", "--pooling=last", "--read=1,4", "--layers=2")
+    setting += ("--size=90", "--tests=50", "--clients=3", "--rounds=1", "--bfloat16")
+    files = (f"--encoder={other}", "--arms=fedavg", "--rates=fedavg=0.01", *options[2:])
+    invoked("run", "isear", 0.3, 11, *setting, *files)
+    row = json.loads(out.read_text().splitlines()[-1])
+    told = {"encoder": "other", "pooling": "last", "read": "1,4", "layers": 2}
+    told |= {"size": 90, "tests": 50, "clients": 3, "bfloat16": True, "rounds": 1}
+    assert row.items() >= (told | {"rate": 0.01, "round": 1}).items()
+    shown = invoked("table", out, "--ours=fedavg", *setting)
+    assert f"fedavg {row['accuracy']:.3f} {row['macro_f1']:.3f}" in shown
+    assert "step0" not in shown
+    assert "step0" in invoked("table", out, "--ours=fedavg", *options[:2])
 
 
 def test_the_tables_of_the_page_are_printed_from_its_rows():

@@ -177,7 +177,13 @@ def test_a_played_arm_is_that_of_its_rounds(world):
 def test_rows_have_the_gain_over_the_stronger_way_alone(world, monkeypatch, tmp_path):
     federation, cell = world.federation, world.cell
     monkeypatch.setattr(__main__, "federation_of", lambda *_, **__: federation)
-    monkeypatch.setattr("reproductions.heads.cell.load", lambda *_, **__: cell)
+    loaded = []
+
+    def load(*place, **sizes):
+        loaded.append((*place, sizes["size"], sizes["tests"], sizes["clients"]))
+        return cell
+
+    monkeypatch.setattr("reproductions.heads.cell.load", load)
     monkeypatch.setattr("fedrot.simulations.pretrained.source_of", lambda _: ".")
     lines, out = tmp_path / "rows.jsonl", tmp_path / "rows.parquet"
 
@@ -187,8 +193,9 @@ def test_rows_have_the_gain_over_the_stronger_way_alone(world, monkeypatch, tmp_
         return result.output
 
     given = ("--data-dir", ".", "--out", lines, "--rounds", 1)
-    call("sites", "sst2", 0.3, 5, *given)
+    call("sites", "sst2", 0.3, 5, *given, "--size", 230, "--tests", 100)
     call("sites-gains", lines, out, "--data-dir", ".")
+    assert loaded == [("sst2", 0.3, 5, 230, 100, 8)]
     every = pd.read_parquet(out)
     rows = every[every["site"] >= 0]
     assert {*sites.SITE_ARMS} <= {*rows["arm"]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from reproductions.heads.__main__ import DataDir, Out, append
+from reproductions.heads.__main__ import DataDir, Out, Read, append
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -26,11 +26,11 @@ def membership(data_dir: DataDir, out: Out) -> None:
 
 
 @app.command()
-def noise(data_dir: DataDir, out: Out) -> None:
+def noise(data_dir: DataDir, out: Out, read: Read = "last") -> None:
     """Compare heads from sums with noise, by data set, sites, seed and epsilon."""
     from reproductions.private.noise import rows_of
 
-    append(out, rows_of(data_dir))
+    append(out, rows_of(data_dir, read))
 
 
 if __name__ == "__main__":

@@ -30,12 +30,17 @@ CONSTANT = 1e-6
 
 
 def texts_features(
-    folder: Path, data: str = "dair_emotion", size: int = TEXTS, tests: int = 0
+    folder: Path,
+    data: str = "dair_emotion",
+    size: int = TEXTS,
+    tests: int = 0,
+    read: str = "last",
 ) -> tuple[Tensor, Tensor, int]:
     """Return MiniLM's features and the classes of texts, and how many are training
-    texts: at most ``size``. The others are at most ``tests`` test texts.
+    texts: at most ``size``. The others are at most ``tests`` test texts. ``read`` are
+    layers.
     """
-    federation = federation_of(data, 0, 0, folder, size=size, tests=tests)
+    federation = federation_of(data, 0, 0, folder, size=size, tests=tests, read=read)
     training = len(federation.cell.client)
     labels = federation.labels[: training + tests]
     features = federation.features(federation.start, np.arange(len(labels)))

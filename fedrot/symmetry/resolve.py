@@ -294,9 +294,19 @@ def layers_read(settings: Config) -> list[int]:
     """Return the layers that a task head reads, counted from the last one, -1.
 
     Only a ``PooledClassifier`` reads others than the last.
+
+    Raises:
+        SymmetryError: they are counted in another way, as in an edited dictionary.
     """
-    several = {"pooling", "layers"} <= settings.keys()
-    return settings["layers"] if several else LAST_LAYER
+    layers = settings.get("layers") if "pooling" in settings else None
+    if layers is None:
+        return LAST_LAYER
+    if not (isinstance(layers, list) and layers and max(layers) < 0):
+        raise SymmetryError(
+            f"layers is {layers!r:.60}, not a list of numbers such as [-2, -1]. Pass "
+            "the model's own configuration, model.config."
+        )
+    return layers
 
 
 def family_of(

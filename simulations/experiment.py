@@ -95,12 +95,10 @@ class Experiment(Scenario):
     @field_validator("layers", mode="before")
     @classmethod
     def _numbered(cls, value: Any) -> Any:
-        if type(value) is int:
-            return [value]
-        if not isinstance(value, str) or value in ("last", "all"):
+        if isinstance(value, list | tuple) or value in ("last", "all"):
             return value
         try:
-            return [int(part) for part in value.split(",")]
+            return [int(part) for part in str(value).split(",")]
         except ValueError:
             raise ValueError(
                 f"'{value}' is no choice of layers; give last, all, or numbers 4,5,6"

@@ -298,10 +298,8 @@ def layers_read(settings: Config) -> list[int]:
     Raises:
         SymmetryError: they are counted in another way, as in an edited dictionary.
     """
-    layers = settings.get("layers") if "pooling" in settings else None
-    if layers is None:
-        return LAST_LAYER
-    if not (isinstance(layers, list) and layers and max(layers) < 0):
+    layers = ("pooling" in settings and settings.get("layers")) or LAST_LAYER
+    if not isinstance(layers, list) or max(layers) >= 0:
         raise SymmetryError(
             f"layers is {layers!r:.60}, not a list of numbers such as [-2, -1]. Pass "
             "the model's own configuration, model.config."

@@ -66,8 +66,8 @@ def _gain_of(
     if layer == -1:
         # Each layer may have a norm of this name: the last one counts.
         return next(name for name in reversed(names) if name.endswith(ends))
-    of_layers = re.compile(rf".*\.\d+\.{re.escape(ends)}")
-    gains = [name for name in names if of_layers.fullmatch(name)]
+    of_layers = rf".*\.\d+\.{re.escape(ends)}"
+    gains = [name for name in names if re.fullmatch(of_layers, name)]
     count = settings.get("num_hidden_layers", len(gains))
     count *= settings.get("inner_group_num", 1)
     # Layers of ALBERT may share a norm.

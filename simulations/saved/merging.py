@@ -108,7 +108,7 @@ def merge_models(
     ours = {**first.tensors, **base}
     updates = [saved.tensors for saved in models if base or saved is not first]
     diagnosis = diagnose(ours, updates, symmetry)
-    options = options_of(diagnosis.choice if parts is None else parts)
+    options = options_of(parts or diagnosis.choice)
     if set(options.parts) == set(WHOLE_MODEL):
         options = options.movable(symmetry)
     options = options.for_model(symmetry)

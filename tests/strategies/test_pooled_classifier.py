@@ -233,7 +233,7 @@ def test_edited_settings_are_checked(tmp_path):
     with pytest.raises(FedrotError, match="pooling"):
         load(tmp_path, pooling="max")
     settings, state = model.config.to_dict(), model.state_dict()
-    for wrong in ("all", [], 5, [1]):
+    for wrong in ("all", 5, [1], [0]):
         with pytest.raises(fedrot.SymmetryError, match="layers"):
             fedrot.symmetry_of({**settings, "layers": wrong}, state)
     del settings["layers"]

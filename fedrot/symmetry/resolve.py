@@ -286,8 +286,8 @@ def settings_of(config: object) -> Config:
     if settings.get("model_type") != POOLED_CLASSIFIER:
         return settings
     names = ("id2label", "problem_type", "pooling", "layers")
-    own = {name: settings.get(name) for name in names}
-    return {**settings, **settings.get("text_config", {}), **own}
+    outer = {name: settings.get(name) for name in names}
+    return {**settings, **settings.get("text_config", {}), **outer}
 
 
 def layers_read(settings: Config) -> list[int]:

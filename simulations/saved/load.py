@@ -135,7 +135,7 @@ def tensors_of_base(base: SavedModel, tuned: SavedModel) -> Tensors:
     whole = tuned.model.base_model is tuned.model
     prefix = "" if whole else f"{tuned.model.base_model_prefix}."
     body = base.model.base_model.state_dict()
-    stored = base.tensors | {f"{prefix}{key}": body[key] for key in body}
+    stored = base.model.state_dict() | {f"{prefix}{key}": body[key] for key in body}
     # An encoder has one of two tied tables.
     sources = {twin: tied[0] for tied in tied_tensors(tuned.tensors) for twin in tied}
     tensors = {}

@@ -95,10 +95,10 @@ class Experiment(Scenario):
     @field_validator("layers", mode="before")
     @classmethod
     def _numbered(cls, value: Any) -> Any:
-        if not isinstance(value, str) or value in ("last", "all"):
+        if isinstance(value, list | tuple) or value in ("last", "all"):
             return value
         try:
-            return [int(part) for part in value.split(",")]
+            return [int(part) for part in str(value).split(",")]
         except ValueError:
             raise ValueError(
                 f"'{value}' is no choice of layers; give last, all, or numbers 4,5,6"
@@ -171,7 +171,10 @@ class Experiment(Scenario):
                 "its own"
             )
         if self.layers != "last" and not (self.model and task.reads_pooling):
-            yield "layers is for the classification of texts by a pretrained model"
+            yield (
+                "layers is for the classification of texts by a pretrained model; "
+                "depth is the number of layers of a small one"
+            )
         if self.start == "different":
             shares = [strategy.fraction_train or 1 for strategy in self.strategies]
             if min(self.fraction_train, *shares) < 1:

@@ -125,8 +125,12 @@ class PooledClassifier(PreTrainedModel):
     def __init__(
         self, config: PooledClassifierConfig, encoder: PreTrainedModel | None = None
     ) -> None:
-        super().__init__(config)
         inner = config.text_config
+        # Options of from_pretrained are set without a check.
+        config.layers = PooledClassifierConfig(
+            inner, config.pooling, config.layers
+        ).layers
+        super().__init__(config)
         self.encoder: Any = encoder
         if encoder is None:
             self.encoder = AutoModel.from_config(inner)
@@ -205,6 +209,8 @@ class PooledClassifier(PreTrainedModel):
         if getattr(self.config.text_config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = token_type_ids
         layers = self.config.layers
+        usual = self.encoder.config.output_hidden_states
+        asked = inputs.get("output_hidden_states", usual)
         if layers != LAST_LAYER:
             inputs["output_hidden_states"] = True
         output = self.encoder(**inputs)
@@ -224,7 +230,7 @@ class PooledClassifier(PreTrainedModel):
         return SequenceClassifierOutput(
             loss=loss,
             logits=logits,
-            hidden_states=output.hidden_states,
+            hidden_states=output.hidden_states if asked else None,
             attentions=output.attentions,
         )
 
@@ -250,17 +256,17 @@ def _from_the_last(layers: str | Sequence[int], settings: Any) -> list[int]:
     Raises:
         FedrotError: the model has no such layer, or its layers have other widths.
     """
-    count = settings.num_hidden_layers
-    if layers == "last":
-        return [*LAST_LAYER]
-    numbers: Any = range(1, count + 1) if layers == "all" else layers
+    # A layer of ALBERT may be a group of layers.
+    count = settings.num_hidden_layers * getattr(settings, "inner_group_num", 1)
+    numbers: Any = layers
+    if isinstance(layers, str):
+        numbers = {"last": LAST_LAYER, "all": range(1, count + 1)}.get(layers)
     places = set[int]()
     for number in numbers if isinstance(numbers, Sequence) else [numbers]:
-        is_layer = isinstance(number, int) and 1 <= abs(number) <= count
-        if not is_layer:
+        if type(number) is not int or not 1 <= abs(number) <= count:
             raise FedrotError(
-                f"layers is {layers!r:.60}; use last, all, or a list of numbers from 1 "
-                f"to {count}, the number of layers of this model."
+                f"layers is {layers!r:.60}; use last, all, or a list of int from 1 to "
+                f"{count}, the number of layers of this model."
             )
         places.add(number - count - 1 if number > 0 else number)
     if not places:

@@ -286,17 +286,25 @@ def settings_of(config: object) -> Config:
     if settings.get("model_type") != POOLED_CLASSIFIER:
         return settings
     names = ("id2label", "problem_type", "pooling", "layers")
-    own = {name: settings.get(name) for name in names}
-    return {**settings, **settings.get("text_config", {}), **own}
+    outer = {name: settings.get(name) for name in names}
+    return {**settings, **settings.get("text_config", {}), **outer}
 
 
 def layers_read(settings: Config) -> list[int]:
     """Return the layers that a task head reads, counted from the last one, -1.
 
     Only a ``PooledClassifier`` reads others than the last.
+
+    Raises:
+        SymmetryError: they are counted in another way, as in an edited dictionary.
     """
-    several = {"pooling", "layers"} <= settings.keys()
-    return settings["layers"] if several else LAST_LAYER
+    layers = ("pooling" in settings and settings.get("layers")) or LAST_LAYER
+    if not isinstance(layers, list) or max(layers) >= 0:
+        raise SymmetryError(
+            f"layers is {layers!r:.60}, not a list of numbers such as [-2, -1]. Pass "
+            "the model's own configuration, model.config."
+        )
+    return layers
 
 
 def family_of(

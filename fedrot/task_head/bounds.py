@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedrot.symmetry import FAMILIES
+from fedrot.symmetry.describe.family import Config
 from fedrot.symmetry.describe.task_heads import AfterNorm, AfterTanh
 from fedrot.symmetry.resolve import layers_read, settings_of
 from fedrot.tensors import Tensors
@@ -46,7 +47,7 @@ def largest_inputs(config: object, tensors: Tensors, task_head: str) -> Tensor |
                 return torch.ones(size, dtype=torch.float64)
             case AfterNorm(norm) if is_pooled or before == norm:
                 layers = layers_read(settings)
-                gains = [_gain_of(norm, layer, names) for layer in layers]
+                gains = [_gain_of(norm, layer, names, settings) for layer in layers]
                 bounds = [
                     _behind_norm(gain, tensors) for gain in gains if gain is not None
                 ]
@@ -54,7 +55,9 @@ def largest_inputs(config: object, tensors: Tensors, task_head: str) -> Tensor |
     return None
 
 
-def _gain_of(norm: str, layer: int, names: Sequence[str]) -> str | None:
+def _gain_of(
+    norm: str, layer: int, names: Sequence[str], settings: Config
+) -> str | None:
     """Return the gain that a layer's states have passed; None if there is none.
 
     ``layer`` is -1 for the last one.
@@ -63,9 +66,12 @@ def _gain_of(norm: str, layer: int, names: Sequence[str]) -> str | None:
     if layer == -1:
         # Each layer may have a norm of this name: the last one counts.
         return next(name for name in reversed(names) if name.endswith(ends))
-    of_layers = re.compile(rf".*\.\d+\.{re.escape(ends)}")
-    gains = [name for name in names if of_layers.fullmatch(name)]
-    return gains[layer] if len(gains) >= -layer else None
+    of_layers = rf".*\.\d+\.{re.escape(ends)}"
+    gains = [name for name in names if re.fullmatch(of_layers, name)]
+    count = settings.get("num_hidden_layers", len(gains))
+    count *= settings.get("inner_group_num", 1)
+    # Layers of ALBERT may share a norm.
+    return gains[layer] if count == len(gains) >= -layer else None
 
 
 def _behind_norm(gain: str, tensors: Tensors) -> Tensor:

@@ -98,7 +98,7 @@ def merge(
 def _weights(text: str | None, count: int) -> list[float]:
     """Read one weight per model, by default 1."""
     weights = [1.0] * count
-    if text:
+    if text is not None:
         try:
             weights = [float(number) for number in text.split(",")]
         except ValueError:

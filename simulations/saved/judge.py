@@ -66,7 +66,9 @@ def prepared(saved: SavedModel, data: Settings) -> Judge:
         label_kind = kinds.get(
             config.problem_type, "regression" if len(saved.labels) == 1 else ""
         )
-    positions = getattr(config, "max_position_embeddings", 0) or _LENGTH
+    positions = (
+        getattr(config.get_text_config(), "max_position_embeddings", 0) or _LENGTH
+    )
     fields = {
         **data,
         "task": name,

@@ -22,6 +22,7 @@ from fedrot.simulations.pretrained import (
 )
 from fedrot.simulations.scenario import Scenario
 from fedrot.symmetry import check_family
+from fedrot.symmetry.resolve import tied_tensors
 from fedrot.tensors import Tensors, check_finite
 
 
@@ -121,32 +122,34 @@ def load(name: str, whole: bool = False) -> SavedModel:
     return SavedModel(name, model)
 
 
-def load_base(name: str, tuned: SavedModel) -> Tensors:
+def tensors_of_base(base: SavedModel, tuned: SavedModel) -> Tensors:
     """Return the tensors of the model from which one was fine-tuned, by its names.
 
     The base may be of another class, such as an encoder. Tensors of task head and
     pooler that it lacks, or has in other shapes, are left out.
 
     Raises:
-        FedrotError: see ``load``; or the base lacks another tensor of ``tuned``, or has
-            it in another shape.
+        FedrotError: the base lacks another tensor of ``tuned``, or has it in another
+            shape.
     """
-    model = load(name).model
     whole = tuned.model.base_model is tuned.model
     prefix = "" if whole else f"{tuned.model.base_model_prefix}."
-    body = model.base_model.state_dict()
-    stored = model.state_dict() | {f"{prefix}{key}": body[key] for key in body}
+    body = base.model.base_model.state_dict()
+    stored = base.model.state_dict() | {f"{prefix}{key}": body[key] for key in body}
+    # An encoder has one of two tied tables.
+    sources = {twin: tied[0] for tied in tied_tensors(tuned.tensors) for twin in tied}
     tensors = {}
     for key, like in tuned.tensors.items():
-        if key in stored and stored[key].shape == like.shape:
-            tensors[key] = stored[key]
+        source = sources.get(key, key)
+        if source in stored and stored[source].shape == like.shape:
+            tensors[key] = stored[source]
         elif key.startswith(prefix) and "pooler." not in key:
             raise FedrotError(
-                f"--base '{name}' does not fit '{tuned.name}': it has no tensor "
+                f"--base '{base.name}' does not fit '{tuned.name}': it has no tensor "
                 f"'{key}' of shape {[*like.shape]}. Give the model from which all were "
                 "fine-tuned, or leave --base out."
             )
-    with about(name):
+    with about(base.name):
         check_finite(tensors)
     return tensors
 

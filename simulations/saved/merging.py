@@ -21,7 +21,13 @@ from fedrot.matching.anchor import Anchor
 from fedrot.options import AlignmentOptions
 from fedrot.simulations.data.read import listed
 from fedrot.simulations.pretrained import loading, models_inside
-from fedrot.simulations.saved.load import SavedModel, about, load, load_base, writing
+from fedrot.simulations.saved.load import (
+    SavedModel,
+    about,
+    load,
+    tensors_of_base,
+    writing,
+)
 from fedrot.simulations.saved.mean_change import MeanChange
 from fedrot.simulations.scenario import Settings
 from fedrot.symmetry import DEFAULT_PARTS, WHOLE_MODEL, Symmetry, symmetry_of
@@ -44,6 +50,9 @@ _HARMLESS = re.compile(
     r"|auto_mapping|inference_mode|peft_version|(target|exclude)_modules|layers_to_transform"
     r"|layers_pattern|modules_to_save"
 )
+
+#: Fields in which a base may differ from models that were fine-tuned from it.
+_OF_TASK_HEAD = ("architectures", "id2label", "pad_token_id")
 
 
 def merge_models(
@@ -86,7 +95,11 @@ def merge_models(
         _refuse_unlike(first, saved, allowed)
         with about(saved.name):
             check_finite(saved.tensors)
-    base = load_base(base_name, first) if base_name else {}
+    base: Tensors = {}
+    if base_name is not None:
+        start = load(base_name)
+        base = tensors_of_base(start, first)
+        _refuse_unlike(first, start, [*allowed, *_OF_TASK_HEAD])
     if data:  # Its modules need seconds for their imports.
         from fedrot.simulations.saved import judge
 
@@ -195,7 +208,8 @@ def _refuse_unlike(
 ) -> None:
     """Raise ``FedrotError`` if two models differ in a field that is not allowed.
 
-    Their configurations and tokenizers are compared.
+    Their configurations and tokenizers are compared, and of models of two classes the
+    configurations of their bodies.
     """
     if "id2label" not in allowed and sorted(first.labels) == sorted(other.labels):
         for place, (here, there) in enumerate(
@@ -210,8 +224,10 @@ def _refuse_unlike(
                 )
     configs = []
     tokenized = all([first.tokenizer, other.tokenizer])
+    alike = type(first.model) is type(other.model)
     for saved in (first, other):
-        config = saved.model.config.to_dict()
+        model = saved.model if alike else saved.model.base_model
+        config = model.config.to_dict()
         if tokenized:
             config["tokenizer"] = {
                 number: token for token, number in saved.tokenizer.get_vocab().items()

@@ -157,7 +157,7 @@ class TaskHeadFitting:
                 f"The task head '{task_head}' reads {width} inputs, at most {WIDEST} "
                 f"are fitted: their sums take {2 * width**2 / 1e9:.1f} GB for each "
                 f"client that answers and {192 * width**2 / 1e9:.0f} GB at the server. "
-                "Read fewer layers, such as PooledClassifier(layers=[-2, -1])."
+                "Read fewer layers, such as layers=[-2, -1] of a PooledClassifier."
             )
         problem_type = (
             usual_problem_type(len(weight))

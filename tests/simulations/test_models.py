@@ -210,13 +210,13 @@ def test_a_new_task_head_is_said(pretrained, monkeypatch):
     assert "classifier.bias, classifier.weight" in message
 
 
-@pytest.mark.parametrize("layers", ["all", "1,2"])
+@pytest.mark.parametrize("layers", ["all", "1,2", 1])
 def test_a_task_head_reads_the_layers_that_were_asked_for(layers, tmp_path):
     wide = transformers.BertConfig(**{**SIZES, "num_hidden_layers": 3})
     folder = save(tmp_path / "encoder", wide, "AutoModelForMaskedLM")
     model = built(folder, layers=layers)
     assert type(model) is PooledClassifier
-    expected = {"all": [-3, -2, -1], "1,2": [-3, -2]}[layers]
+    expected = {"all": [-3, -2, -1], "1,2": [-3, -2], 1: [-3]}[layers]
     assert (model.config.pooling, model.config.layers) == ("mean", expected)
     model.save_pretrained(tmp_path / "classifier")
     transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(

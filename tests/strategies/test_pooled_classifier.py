@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -144,7 +145,7 @@ EVEN = [name for name in ENCODERS if name != "opt-projected"]
 
 @pytest.mark.parametrize("name", EVEN)
 def test_features_of_several_layers_keep_function_and_bound(name, tmp_path):
-    model = classifier_of(name, layers="all", pooling="cls")
+    model = classifier_of(name, layers=[-2, -1], pooling="cls")
     config, state = model.config, model.state_dict()
     symmetry = fedrot.symmetry_of(config.to_dict(), state)
     parts = movable(symmetry)
@@ -160,6 +161,8 @@ def test_features_of_several_layers_keep_function_and_bound(name, tmp_path):
     model.float()
     read = features_of(model, batch)
     model.load_state_dict(canonical)
+    assert model(**batch).hidden_states is None
+    assert len(model(**batch, output_hidden_states=True).hidden_states) > 2
     close = {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(features_of(model, batch), read, **close)
     with torch.no_grad():
@@ -203,7 +206,7 @@ def test_layers_are_counted_from_the_last(layers, expected, tmp_path):
     model = PooledClassifier.from_encoder(folder, layers=layers, num_labels=2)
     assert model.config.layers == expected
     assert model.classifier.in_features == len(expected) * inner.hidden_size
-    for wrong in ([0], [4], [-4], [], "first", [1.5]):
+    for wrong in (0, [4], [-4], [], "first", [1.5], [True], np.array([1, 2])):
         with pytest.raises(FedrotError, match="layers"):
             PooledClassifierConfig(inner, layers=wrong)
 
@@ -211,6 +214,31 @@ def test_layers_are_counted_from_the_last(layers, expected, tmp_path):
 def test_layers_of_another_width_are_refused():
     with pytest.raises(FedrotError, match="12"):
         classifier_of("opt-projected", layers=[1])
+
+
+def test_layers_of_albert_may_be_groups_and_share_norms():
+    inner = {**config_of("albert-groups").to_dict(), "num_hidden_layers": 4}
+    for layers, expected in {"all": -8, 6: -3}.items():
+        config = PooledClassifierConfig(inner, layers=layers)
+        assert config.layers[0] == expected
+        state = PooledClassifier(config).state_dict()
+        assert largest_inputs(config, state, "classifier") is None
+
+
+def test_edited_settings_are_checked(tmp_path):
+    model = classifier_of("bert", layers=[1]).float()
+    model.save_pretrained(tmp_path)
+    load = AutoModelForSequenceClassification.from_pretrained
+    assert load(tmp_path, layers=[2]).config.layers == [-1]
+    with pytest.raises(FedrotError, match="pooling"):
+        load(tmp_path, pooling="max")
+    settings, state = model.config.to_dict(), model.state_dict()
+    for wrong in ("all", 5, [1], [0]):
+        with pytest.raises(fedrot.SymmetryError, match="layers"):
+            fedrot.symmetry_of({**settings, "layers": wrong}, state)
+    del settings["layers"]
+    last = classifier_of("bert").config
+    assert fedrot.symmetry_of(settings, state) == fedrot.symmetry_of(last, state)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

@@ -95,6 +95,7 @@ def test_options_reach_the_run(seen, tmp_path):
         (["depth=many"], "Error in depth:"),
         (["layers=2,x", "model=m"], "Error in layers: '2,x'"),
         (["layers=all"], "Error in the settings: layers"),
+        (["layers=2"], "depth is the number of layers"),
         (["depth=3", "model=m"], "Error in the settings: depth is for small models"),
     ],
 )

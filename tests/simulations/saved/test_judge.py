@@ -7,6 +7,7 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file
 
+from fedrot.strategies.pooled_classifier import PooledClassifier, PooledClassifierConfig
 from tests.simulations.commands import run
 from tests.simulations.data.files import write
 from tests.simulations.saved.folders import (
@@ -150,6 +151,16 @@ def test_tags_and_images(tmp_path):
     a = saved(model_of("vit"), tmp_path / "vit")
     said = judged(a, a, "--data", pictures)
     assert said.startswith("as good as the best single one: accuracy 0.333"), said
+
+
+def test_long_texts_are_cut_for_a_pooled_classifier(own, tmp_path):
+    text = "w1 " * 99
+    own.write_text("\n".join(["text,mood", *(f"{text},{name}" for name in "abc" * 9)]))
+    inner = model_of("bert-classifier").config
+    assert inner.max_position_embeddings < 99
+    classifier = PooledClassifier(PooledClassifierConfig(inner, num_labels=3))
+    tokenized(saved(classifier, tmp_path))
+    run("merge", tmp_path, tmp_path, "--data", own, "--label-column", "mood")
 
 
 def test_several_labels_scores_and_weights_without_a_bias(tmp_path):

@@ -176,6 +176,7 @@ def test_requests_that_make_no_sense(tmp_path):
     a, b = pair("bert-classifier", tmp_path)
     for options, words in {
         "--weights 1,0": "a positive weight for each",
+        "--weights=": "a positive weight for each",
         "--weights 1,x": "a positive weight for each",
         "--parts legs": "Unknown part 'legs'",
         "--rank 2": "--rank would have no effect",

@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file
 
 import fedrot
-from fedrot.strategies.pooled_classifier import PooledClassifier
+from fedrot.strategies.pooled_classifier import PooledClassifier, PooledClassifierConfig
 from tests.models import near
 from tests.simulations.commands import run
 from tests.simulations.data.files import write
@@ -21,6 +21,7 @@ from tests.simulations.saved.folders import (
     tokenizer,
     with_state,
 )
+from tests.simulations.saved.folders import near as trained
 from tests.simulations.tensors import close, equal
 
 SCALES = (0, 0.3, 0.5, 0.7, 1, 1.3)
@@ -144,3 +145,22 @@ def test_a_base_that_does_not_fit_is_refused(tmp_path):
     words = "no tensor 'bert.encoder.layer.0.intermediate.dense.weight' of shape [48, "
     refused(words, saved(scorer(intermediate_size=80), base), *line)
     refused("holds NaN", saved(broken, base), *line)
+    refused("num_attention_heads", saved(scorer(num_attention_heads=8), base), *line)
+    tokenizer(a)
+    tokenizer(saved(model, base), w3="w4", w4="w3")
+    refused("tokenizer", base, *line)
+    run(*line, "--base", "", code=2, says="''")
+    for place, layer in {"a": 1, "base": 2}.items():
+        config = PooledClassifierConfig(model.config, layers=[layer])
+        saved(PooledClassifier(config), tmp_path / place)
+    refused("layers", base, *line)
+
+
+def test_an_encoder_is_the_base_of_both_tied_tables(tmp_path):
+    model = model_of("gpt2")
+    tokenizer(saved(model.transformer, tmp_path / "base"))
+    for place in "ab":
+        tokenizer(saved(trained(model), tmp_path / place))
+    said = merge(tmp_path, *rows(tmp_path))
+    assert "lacks" not in said
+    assert "another basis" not in said

@@ -228,7 +228,8 @@ def test_the_page_about_aggregations_runs(monkeypatch):
 
 def test_the_page_about_serving_gives_one_answer_in_every_form(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    scope = _executed("how-to/serve.md", 12)
+    scope = _executed("how-to/serve.md", 13)
+    assert scope["wide"].classifier.in_features == 6 * 384
     scores = scope["logits"].softmax(-1).tolist()
     for answer, row in zip(scope["answers"], scores, strict=True):
         served = {entry["label"]: entry["score"] for entry in answer}

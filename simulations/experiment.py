@@ -94,7 +94,7 @@ class Experiment(Scenario):
 
     @field_validator("layers", mode="before")
     @classmethod
-    def _numbered(cls, value: Any) -> Any:
+    def _layers_of_text(cls, value: Any) -> Any:
         if isinstance(value, list | tuple) or value in ("last", "all"):
             return value
         try:

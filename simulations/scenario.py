@@ -81,7 +81,7 @@ class Scenario(BaseModel):
     architecture: str = Field("", description="Of the small model; default: by task.")
     layers: Literal["last", "all"] | tuple[int, ...] = Field(
         "last",
-        description="That the task head of an encoder reads: last, all, or 4,5,6.",
+        description="Layers that the task head of an encoder reads: last, all, 4,5,6.",
     )
     depth: PositiveInt = Field(2, description="Number of layers of the small model.")
     width: PositiveInt = Field(128, description="Hidden size of the small model.")

@@ -126,7 +126,7 @@ class PooledClassifier(PreTrainedModel):
         self, config: PooledClassifierConfig, encoder: PreTrainedModel | None = None
     ) -> None:
         inner = config.text_config
-        # Options of from_pretrained are set without a check.
+        # from_pretrained sets pooling and layers without a check.
         config.layers = PooledClassifierConfig(
             inner, config.pooling, config.layers
         ).layers

@@ -130,11 +130,11 @@ def resolve(
 
 
 def _with_folds(
-    symmetry: Symmetry, axes: Axes, norms: Norms, behind_norm: bool
+    symmetry: Symmetry, axes: Axes, norms: Norms, only_last: bool
 ) -> Symmetry:
     """Return the symmetry with the norms to fold, and why other streams have none.
 
-    ``behind_norm``: whether the task head reads nothing but the last states.
+    ``only_last``: whether the task head reads no other layer than the last.
     """
     folds: list[Fold] = []
     centred: list[Place] = []
@@ -143,7 +143,7 @@ def _with_folds(
         if group.part != "residual":
             continue
         norms_or_reason = folds_of(group.name, axes, norms)
-        if not behind_norm and not isinstance(norms_or_reason, str):
+        if not only_last and not isinstance(norms_or_reason, str):
             norms_or_reason = "the task head reads layers without a norm"
         if isinstance(norms_or_reason, str):
             unfolded[group.name] = norms_or_reason
@@ -226,9 +226,9 @@ def _across_layers(
                 reads_layers = name in task_heads and entry == read(space)
                 blocks = layers if reads_layers and space in streams else 1
                 width = shape[axis] // blocks
+                unsigned = entry.startswith("|")
                 for number in range(blocks):
                     block = Slice(number * width, (number + 1) * width)
-                    unsigned = entry.startswith("|")
                     members.append(Slot(name, axis, block, unsigned=unsigned))
                 fits &= members[0].size * blocks == shape[axis]
         if not fits:

@@ -48,10 +48,10 @@ def largest_inputs(config: object, tensors: Tensors, task_head: str) -> Tensor |
             case AfterNorm(norm) if is_pooled or before == norm:
                 layers = layers_read(settings)
                 gains = [_gain_of(norm, layer, names, settings) for layer in layers]
-                bounds = [
-                    _behind_norm(gain, tensors) for gain in gains if gain is not None
-                ]
-                return torch.cat(bounds) if len(bounds) == len(layers) else None
+                known = [gain for gain in gains if gain is not None]
+                if len(known) < len(gains):
+                    return None
+                return torch.cat([_behind_norm(gain, tensors) for gain in known])
     return None
 
 

@@ -52,7 +52,7 @@ _HARMLESS = re.compile(
 )
 
 #: Fields in which a base may differ from models that were fine-tuned from it.
-_OF_TASK_HEAD = ("architectures", "id2label", "pad_token_id")
+_FREE_IN_BASE = ("architectures", "id2label", "pad_token_id")
 
 
 def merge_models(
@@ -99,7 +99,7 @@ def merge_models(
     if base_name is not None:
         start = load(base_name)
         base = tensors_of_base(start, first)
-        _refuse_unlike(first, start, [*allowed, *_OF_TASK_HEAD])
+        _refuse_unlike(first, start, [*allowed, *_FREE_IN_BASE])
     if data:  # Its modules need seconds for their imports.
         from fedrot.simulations.saved import judge
 

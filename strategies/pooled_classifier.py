@@ -69,10 +69,6 @@ class PooledClassifierConfig(PretrainedConfig):
                 "'text_config'. For the folder of an encoder, use "
                 "PooledClassifier.from_encoder."
             )
-        if pooling not in POOLINGS:
-            raise FedrotError(
-                f"The pooling is {pooling!r:.60}; use one of {', '.join(POOLINGS)}."
-            )
         if isinstance(text_config, Mapping):
             text_config = AutoConfig.for_model(**text_config)
         if text_config.is_encoder_decoder:
@@ -89,9 +85,23 @@ class PooledClassifierConfig(PretrainedConfig):
         # Not earlier: the base class would reset the encoder's attention.
         self.text_config = text_config
         self.pooling = pooling
-        self.layers = _from_the_last(layers, text_config)
+        self.layers: Any = layers
+        self.check()
         if attention := settings.get("attn_implementation"):
             self._attn_implementation = attention
+
+    def check(self) -> None:
+        """Check ``pooling``, and count ``layers`` from the last one.
+
+        Raises:
+            FedrotError: the pooling or a layer is unknown.
+        """
+        if self.pooling not in POOLINGS:
+            raise FedrotError(
+                f"The pooling is {self.pooling!r:.60}; use one of "
+                f"{', '.join(POOLINGS)}."
+            )
+        self.layers = _from_the_last(self.layers, self.text_config)
 
 
 class PooledClassifier(PreTrainedModel):
@@ -125,12 +135,10 @@ class PooledClassifier(PreTrainedModel):
     def __init__(
         self, config: PooledClassifierConfig, encoder: PreTrainedModel | None = None
     ) -> None:
-        inner = config.text_config
         # from_pretrained sets pooling and layers without a check.
-        config.layers = PooledClassifierConfig(
-            inner, config.pooling, config.layers
-        ).layers
+        config.check()
         super().__init__(config)
+        inner = config.text_config
         self.encoder: Any = encoder
         if encoder is None:
             self.encoder = AutoModel.from_config(inner)
@@ -139,9 +147,7 @@ class PooledClassifier(PreTrainedModel):
         names = ("classifier_dropout", "seq_classif_dropout", "hidden_dropout_prob")
         rates = (getattr(inner, name, None) for name in names)
         self.dropout = nn.Dropout(next((p for p in rates if p is not None), 0.0))
-        # Only OPT has embeddings of another width than its layers.
-        width = getattr(inner, "word_embed_proj_dim", inner.hidden_size)
-        inputs = width * len(config.layers)
+        inputs = _last_width(inner) * len(config.layers)
         self.classifier = nn.Linear(inputs, config.num_labels or 0)
         self.post_init()
 
@@ -174,7 +180,8 @@ class PooledClassifier(PreTrainedModel):
         labels = {key: options.pop(key) for key in _LABELS if key in options}
         places = {key: options[key] for key in _PLACES if key in options}
         stored_settings(encoder, **places)
-        pooling = pooling or saved_pooling(encoder, **places)
+        if pooling is None:
+            pooling = saved_pooling(encoder, **places)
         model, info = AutoModel.from_pretrained(
             encoder,
             output_loading_info=True,
@@ -182,7 +189,8 @@ class PooledClassifier(PreTrainedModel):
         )
         refuse_random(encoder, model, info["missing_keys"])
         settings = model.config
-        pooling = pooling or usual_pooling(settings)
+        if pooling is None:
+            pooling = usual_pooling(settings)
         config = PooledClassifierConfig(settings, pooling, layers, **labels)
         classifier = cls(config, model)
         classifier.classifier.to(model.device, model.dtype)
@@ -250,6 +258,12 @@ def usual_pooling(settings: PretrainedConfig) -> str:
     return "mean" if is_encoder else "last"
 
 
+def _last_width(settings: Any) -> int:
+    """Return the width of the last states; only OPT's may differ from its layers'."""
+    width: int = getattr(settings, "word_embed_proj_dim", settings.hidden_size)
+    return width
+
+
 def _from_the_last(layers: str | Sequence[int], settings: Any) -> list[int]:
     """Return the numbers of layers, counted from the last one, -1, in rising order.
 
@@ -271,7 +285,7 @@ def _from_the_last(layers: str | Sequence[int], settings: Any) -> list[int]:
         places.add(number - count - 1 if number > 0 else number)
     if not places:
         raise FedrotError("layers is empty; use last, all, or a list of numbers.")
-    width = getattr(settings, "word_embed_proj_dim", settings.hidden_size)
+    width = _last_width(settings)
     if width != settings.hidden_size and places != {-1}:
         raise FedrotError(
             f"The last states of this model have the width {width}, other layers "

@@ -298,7 +298,10 @@ def layers_read(settings: Config) -> list[int]:
     Raises:
         SymmetryError: they are counted in another way, as in an edited dictionary.
     """
-    layers = ("pooling" in settings and settings.get("layers")) or LAST_LAYER
+    layers = settings.get("layers")
+    # Another model's configuration may have settings of this name.
+    if "pooling" not in settings or not layers:
+        return LAST_LAYER
     if not isinstance(layers, list) or max(layers) >= 0:
         raise SymmetryError(
             f"layers is {layers!r:.60}, not a list of numbers such as [-2, -1]. Pass "

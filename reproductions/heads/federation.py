@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from fedrot.simulations.tasks.scores import evaluate_predictions
+from fedrot.strategies.pooled_classifier import pooled
 from fedrot.task_head.choice import SHRINKAGES
 from fedrot.task_head.sums import ClassSums
 from reproductions.heads import closed
@@ -176,15 +177,11 @@ class Federation:
         """Return the means of the tokens of rows, or their last tokens, of numbered
         states side by side.
         """
-        lengths = self.lengths[rows]
         found = [torch.empty(len(rows), 0)]
         for number in numbers:
             state = states[number]
-            if self.pooling == "last":
-                found.append(state[torch.arange(len(rows)), lengths - 1])
-            else:
-                mask = self.mask(rows, state.shape[1])
-                found.append((state * mask[..., None]).sum(1) / lengths[:, None])
+            mask = self.mask(rows, state.shape[1])
+            found.append(pooled(state, mask, self.pooling))
         return torch.cat(found, 1)
 
     def read(self, flat: Tensor, rows: Array) -> Tensor:

@@ -407,8 +407,9 @@ def test_no_layer_of_the_encoder_is_ever_random(tmp_path):
         PooledClassifier.from_pretrained(folder)
     with pytest.raises(FedrotError, match="t5"):
         PooledClassifierConfig(transformers.T5Config())
-    with pytest.raises(FedrotError, match="mean, cls, last"):
-        PooledClassifier.from_encoder(folder, "max")
+    for pooling in ("max", ""):
+        with pytest.raises(FedrotError, match="mean, cls, last"):
+            PooledClassifier.from_encoder(folder, pooling)
     lost = "encoder.layer.0.output.dense.bias"
 
     def without(tensors):

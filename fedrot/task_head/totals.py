@@ -31,6 +31,9 @@ SCARCE = 10
 #: Sums are kept as multiples of these units, 40 bits apart.
 _UNITS = tuple(2.0**power for power in (80, 40, 0, -40, -80, -120))
 
+#: Bytes of totals for each entry of a triangle of sums.
+BYTES = 8 * GROUPS * len(_UNITS)
+
 #: The largest value of a sum.
 _LARGEST = 1e30
 

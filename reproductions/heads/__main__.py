@@ -27,7 +27,8 @@ OURS, METRICS = "ours-lowest", ("accuracy", "macro_f1", "loss", "ece", "worst")
 LAYER, SUMS = 1_774_464, 384 * 385 // 2 + 7 * 385
 #: What identifies a run of a cell.
 RUN = ["data", "skew", "seed"]
-#: The setting of rows that do not name it; 0 rows are the numbers in cell.py.
+#: The setting of rows that do not name it, by the names of the commands' options; 0
+#: rows are the numbers in cell.py.
 SETTING = {
     "encoder": "minilm",
     "pooling": "mean",
@@ -37,7 +38,6 @@ SETTING = {
     "tests": 0,
     "clients": 8,
     "bfloat16": False,
-    "rounds": 5,
 }
 
 DataDir = Annotated[Path, typer.Option(help="Folder of the data card.")]
@@ -58,6 +58,7 @@ Rates = Annotated[
 
 @app.command()
 def run(
+    context: typer.Context,
     data: str,
     skew: float,
     seed: int,
@@ -84,7 +85,7 @@ def run(
     """
     from reproductions.heads.rounds import play
 
-    setting = setting_of(encoder, pooling, read, layers, size, tests, clients, bfloat16)
+    setting = setting_of(context)
     federation = federation_of(data, skew, seed, data_dir, **setting)
     place = dict(zip(RUN, (data, skew, seed), strict=True)) | setting
     place |= {"encoder": Path(encoder).name, "rounds": rounds}
@@ -99,9 +100,10 @@ def run(
         typer.echo(rows[-1])
 
 
-def setting_of(*values: object) -> dict[str, Any]:
-    """Return the first of ``SETTING`` with other values."""
-    return dict(zip(SETTING, values, strict=False))
+def setting_of(context: typer.Context) -> dict[str, Any]:
+    """Return the options of a command that are in ``SETTING``."""
+    options = context.params
+    return {name: options[name] for name in SETTING if name in options}
 
 
 def rates_of(text: str) -> dict[str, float]:
@@ -148,6 +150,7 @@ def federation_of(
 
 @app.command()
 def sites(
+    context: typer.Context,
     data: str,
     skew: float,
     seed: int,
@@ -167,7 +170,7 @@ def sites(
     """Repeat a cell on the sites' own rows, see `run`, in bfloat16."""
     from reproductions.heads.sites import RATES, SITE_ARMS, site_rows
 
-    setting = setting_of(encoder, pooling, read, layers, size, tests, clients, True)
+    setting = setting_of(context) | {"bfloat16": True}
     federation = federation_of(data, skew, seed, data_dir, **setting)
     place = dict(zip(RUN, (data, skew, seed), strict=True)) | setting
     place |= {"encoder": Path(encoder).name}
@@ -297,6 +300,7 @@ def ahead(measure: DataFrame, ours: str, arm: str) -> str:
 
 @app.command()
 def table(
+    context: typer.Context,
     rows: Path,
     rounds: int = 5,
     encoder: Annotated[str, typer.Option(help="Name of its folder.")] = "minilm",
@@ -316,13 +320,13 @@ def table(
 
     lines = rows.suffix != ".parquet"
     frame = pandas.read_json(rows, lines=True) if lines else pandas.read_parquet(rows)
-    setting = setting_of(
-        encoder, pooling, read, layers, size, tests, clients, bfloat16, rounds
-    )
+    usual = SETTING | {"rounds": 5}
     wanted = pandas.Series(True, frame.index)
-    for name, value in setting.items():
-        found = frame[name].fillna(SETTING[name]) if name in frame else SETTING[name]
+    for name, value in (setting_of(context) | {"rounds": rounds}).items():
+        found = frame[name].fillna(usual[name]) if name in frame else usual[name]
         wanted &= found == value
+    if not wanted.any():
+        raise typer.BadParameter(f"{rows} has no rows with this setting.")
     # Rounds before the last have no measures.
     final = frame[wanted].dropna(subset="macro_f1")
     wide = final.pivot_table([*METRICS], RUN, "arm", observed=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,10 +49,22 @@ _LENGTH = 256
 #: Rows per batch of features.
 _BATCH = 64
 
-#: A task; a model that receives the tensors of one model after the other; and its
-#: outputs in the order of the data's classes, the others behind, empty for language
-#: models; and a sentence if this order is that of numbers.
-Judge = tuple[Task, Any, list[int], str]
+
+class Judge(NamedTuple):
+    """What evaluates models of one class on a user's data.
+
+    Attributes:
+        task: of the data.
+        model: receives the tensors of one model after the other.
+        order: its outputs in the order of the data's classes, the others behind; empty
+            for language models.
+        remark: a sentence if this order is that of numbers.
+    """
+
+    task: Task
+    model: Any
+    order: list[int]
+    remark: str
 
 
 def prepared(saved: SavedModel, data: Settings) -> Judge:
@@ -82,7 +94,7 @@ def prepared(saved: SavedModel, data: Settings) -> Judge:
     task = task_of(Experiment.model_validate(fields).to_json())
     config.pad_token_id = pad_id_of(config)
     if not TASKS[name].uses_labels:
-        return task, model, [], ""
+        return Judge(task, model, [], "")
     order, remark = _order(task, saved)
     if tags := task.data.tags:
         behind = (saved.labels[place] for place in order[len(tags) :])
@@ -94,7 +106,7 @@ def prepared(saved: SavedModel, data: Settings) -> Judge:
         return out
 
     model.register_forward_hook(reorder)
-    return task, model, order, remark
+    return Judge(task, model, order, remark)
 
 
 def _task_name(saved: str, model: Any) -> str:
@@ -121,69 +133,80 @@ def verdict(
     first sentence compares it with the best of the models and says what to do; behind
     the sentences is a table of all. ``judge`` is ``prepared``'s.
     """
-    task, model, order, remark = judge
-
-    def scored(tensors: Tensors) -> Scores:
-        # A mean has no names of tied tensors.
-        model.load_state_dict(tensors, strict=False)
-        return evaluate(model, task, task.test, np.arange(len(task.test)))
-
-    def worth(name: str, metric: str) -> float:
-        """Return what decides: equal if equal in print, NaN below all numbers."""
-        sign = -1 if metric == "loss" or "perplexity" in metric else 1
-        rounded = np.round(sign * scores[name][metric], 3)
-        return float(np.nan_to_num(rounded, nan=-np.inf))
-
-    scores = {f"'{saved.name}'": scored(saved.tensors) for saved in models}
-    single = [*scores]
+    single = {f"'{saved.name}'": _scores(judge, saved.tensors) for saved in models}
     scales = SCALES if change.base else {"merged": 1.0}
-    taken = ""
+    scaled: dict[str, Scores] = {}
     for name, scale in scales.items():
-        tensors, sentence = change.at(scale), ""
+        tensors, fit = change.at(scale), ""
         if fit_head:
-            tensors, sentence = _fitted(task, model, order, tensors)
-        scores[name] = scored(tensors)
-        if not taken or worth(name, "loss") > worth(taken, "loss"):
-            taken, merged, fit = name, tensors, sentence
-    metric, *_ = scores[taken]
-    best = max(single, key=lambda name: worth(name, metric))
-    gain = worth(taken, metric) - worth(best, metric)
+            tensors, fit = _fitted(judge, tensors)
+        scaled[name] = _scores(judge, tensors)
+        if _best(scaled, "loss") == name:
+            taken, merged, sentence = name, tensors, fit
+    choice = (
+        f"Of the scales of the mean change, {taken} has the lowest loss on these rows: "
+        "it is the merged model."
+    )
+    comparison = _comparison(judge, single, scaled[taken], fit_head)
+    sentences = [comparison, judge.remark, choice if change.base else "", sentence]
+    lines = [
+        [name, *(f"{value:z.3f}" for value in values.values())]
+        for name, values in {**single, **scaled}.items()
+    ]
+    return merged, [
+        *filter(None, sentences),
+        Table("", ["model", *scaled[taken]], lines, ["model"]),
+    ]
+
+
+def _scores(judge: Judge, tensors: Tensors) -> Scores:
+    """Return a model's metrics on the test rows."""
+    task, model, *_ = judge
+    # A mean has no names of tied tensors.
+    model.load_state_dict(tensors, strict=False)
+    return evaluate(model, task, task.test, np.arange(len(task.test)))
+
+
+def _best(named: Mapping[str, Scores], metric: str) -> str:
+    """Return the first of the best models by a metric."""
+    return max(named, key=lambda name: _worth(named[name], metric))
+
+
+def _worth(scores: Scores, metric: str) -> float:
+    """Return what decides: equal if equal in print, NaN below all numbers."""
+    sign = -1 if metric == "loss" or "perplexity" in metric else 1
+    rounded = np.round(sign * scores[metric], 3)
+    return float(np.nan_to_num(rounded, nan=-np.inf))
+
+
+def _comparison(
+    judge: Judge, single: Mapping[str, Scores], merged: Scores, fit_head: bool
+) -> str:
+    """Return whether a merged model is better than the best single one, and advice."""
+    metric, *_ = merged
+    best = _best(single, metric)
+    gain = _worth(merged, metric) - _worth(single[best], metric)
     comparison = "worse than" if gain < 0 else "as good as"
     advice = f" Keep {best}, or try other --parts."
     if gain > 0:
         comparison = "better than"
         advice = ""
-    if order and not fit_head:
+    if judge.order and not fit_head:
         advice += " --fit-head fits the task head to the training rows."
-    ours = scores[taken][metric]
-    others = scores[best][metric]
-    first = (
-        f"The merged model is {comparison} the best single one: {metric} {ours:z.3f} "
-        f"against {others:z.3f} ({best}) on {len(task.test)} held-out rows.{advice}"
+    return (
+        f"The merged model is {comparison} the best single one: {metric} "
+        f"{merged[metric]:z.3f} against {single[best][metric]:z.3f} ({best}) on "
+        f"{len(judge.task.test)} held-out rows.{advice}"
     )
-    choice = (
-        f"Of the scales of the mean change, {taken} has the lowest loss on these rows: "
-        "it is the merged model."
-    )
-    sentences = [first, remark, choice if change.base else "", fit]
-    lines = [
-        [name, *(f"{value:z.3f}" for value in values.values())]
-        for name, values in scores.items()
-    ]
-    return merged, [
-        *filter(None, sentences),
-        Table("", ["model", *scores[taken]], lines, ["model"]),
-    ]
 
 
-def _fitted(
-    task: Task, model: Any, order: list[int], tensors: Tensors
-) -> tuple[Tensors, str]:
+def _fitted(judge: Judge, tensors: Tensors) -> tuple[Tensors, str]:
     """Return a model with the best of its own and of fitted heads, and a sentence.
 
     Heads are fitted to four fifths of the training rows. On the others, head and
     temperature have the smallest loss.
     """
+    task, model, order, _ = judge
     if not order:
         raise FedrotError(
             "--fit-head is for classifiers and regressions. Leave it out."

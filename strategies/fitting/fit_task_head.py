@@ -26,6 +26,7 @@ from fedrot.strategies.wire.fitting_messages import half_way, hash_of
 from fedrot.strategies.wire.label_names import Names
 from fedrot.task_head.names import adapter_task_head_of, task_head_of
 from fedrot.task_head.outputs import problem_type_of, usual_problem_type
+from fedrot.task_head.totals import BYTES
 
 #: The most inputs of a task head that is fitted. With 2,304, the server holds 1 GB of
 #: sums and needs two seconds for a decomposition; 7 GB and 50 seconds with this number.
@@ -152,11 +153,12 @@ class TaskHeadFitting:
             )
         width = weight.shape[1]
         if width > WIDEST:
-            # Totals are 48 numbers of 8 bytes for each entry of a triangle.
+            triangle = width**2 / 2
             raise FedrotError(
                 f"The task head '{task_head}' reads {width} inputs, at most {WIDEST} "
-                f"are fitted: their sums take {2 * width**2 / 1e9:.1f} GB for each "
-                f"client that answers and {192 * width**2 / 1e9:.0f} GB at the server. "
+                f"are fitted: their sums take {4 * triangle / 1e9:.1f} GB for each "
+                f"client that answers and {BYTES * triangle / 1e9:.0f} GB at the "
+                "server. "
                 "Read fewer layers, such as layers=[-2, -1] of a PooledClassifier."
             )
         problem_type = (

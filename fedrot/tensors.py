@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -179,16 +181,24 @@ def _alike(other: str, name: str) -> bool:
 def check_finite(update: Tensors) -> None:
     """Raise ``UpdateError`` for NaN, Inf, or values whose squares overflow float32."""
     for name, tensor in update.items():
-        if not tensor.is_floating_point():
-            continue
-        norm = torch.linalg.vector_norm(tensor.detach(), dtype=compute_dtype(tensor))
-        if not norm <= LARGEST_NORM:
+        if tensor.is_floating_point() and not _square(tensor) <= LARGEST_NORM**2:
             finite = torch.isfinite(tensor).all()
             what = "values whose squares overflow float32" if finite else "NaN or Inf"
             raise UpdateError(
                 f"The tensor '{name}' holds {what}. Check the client's training "
                 "(learning rate, mixed precision) before sending it."
             )
+
+
+def _square(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's squares in its ``compute_dtype``."""
+    value = tensor.detach()
+    dtype = compute_dtype(value)
+    if value.dtype == dtype and value.is_contiguous():
+        # All threads share it; of a norm, one thread computes everything.
+        flat = value.view(-1)
+        return torch.dot(flat, flat)
+    return torch.linalg.vector_norm(value, dtype=dtype).square()
 
 
 def widened(tensors: Tensors) -> TensorDict:
@@ -235,6 +245,37 @@ def full_float32() -> Iterator[None]:
         torch.set_float32_matmul_precision(chosen)
         for switch, value in zip(_SWITCHES, had, strict=True):
             switch.fp32_precision = value
+
+
+@contextmanager
+def spare_threads() -> Iterator[None]:
+    """Use no more of torch's threads than there are idle cores.
+
+    In every operation threads wait for each other. With eight busy processes beside
+    them, two threads on two cores need thirty times as long as one. The user's setting,
+    which holds for all threads of the process, is restored.
+    """
+    chosen = torch.get_num_threads()
+    torch.set_num_threads(min(chosen, max(1, _idle_cores())))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(chosen)
+
+
+def _idle_cores() -> int:
+    """Return the number of cores on which no other process runs now.
+
+    Only Linux tells what runs; elsewhere all cores count as idle.
+    """
+    cores = os.cpu_count() or 1
+    with suppress(OSError):
+        running, _, _ = Path("/proc/loadavg").read_text().split()[3].partition("/")
+        # torch's threads wait actively for some milliseconds after an operation.
+        stats = [stat.read_text() for stat in Path("/proc/self/task").glob("*/stat")]
+        ours = sum(stat.rpartition(")")[2].split()[0] == "R" for stat in stats)
+        return cores - (int(running) - ours)
+    return cores
 
 
 #: The settings of the backends; torch before 2.9 has one setting for all.

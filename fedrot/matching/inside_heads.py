@@ -225,6 +225,9 @@ class RotationSolver(HeadSolver):
         M) / 2``; here ``P = H``. The bound is infinite if ``H`` is not positive
         definite.
         """
+        if evidence.ndim > 3 and evidence.device.type == "cpu":
+            # The matrices of one group stay in the cache.
+            return torch.stack([self.ceiling(action, group) for group in evidence])
         single = evidence.float()
         symmetric = (single + single.mT) / 2
         skew = (single - single.mT) / 2

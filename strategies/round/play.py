@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from hashlib import sha256
 from operator import attrgetter
 
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, Message
 from flwr.serverapp.strategy import Strategy
 
 from fedrot.aggregation import Mean
@@ -26,7 +26,7 @@ from fedrot.strategies.wire.arrays import from_arrays
 from fedrot.strategies.wire.flower_compat import Messages
 from fedrot.strategies.wire.label_names import Names, check_names, wanted_names
 from fedrot.strategies.wire.statistics_record import Kinds
-from fedrot.tensors import Tensors
+from fedrot.tensors import Tensors, spare_threads
 
 #: Returns all updates of a round in the order in which they are merged.
 Order = Callable[[Updates], Updates]
@@ -80,15 +80,20 @@ def play(
         if added is not None:
             aligner.follow(update, added)
 
-    updates = filter(None, map(inbox.read, replies))
+    def receive(message: Message) -> None:
+        with spare_threads():
+            update = inbox.read(message)
+            if update is not None:
+                take(update)
+
     if order is None:
-        for update in updates:
-            take(update)
-            # The variable would hold this update until the next one has arrived.
-            del update
+        # A loop variable would hold a message until the next one has arrived; ``map``
+        # does not.
+        for _ in map(receive, replies):
+            pass
         inbox.close()
     else:
-        held = order(list(updates))
+        held = order([*filter(None, map(inbox.read, replies))])
         inbox.close()
         for update in aligner.prepare(held):
             take(update)

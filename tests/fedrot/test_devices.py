@@ -2,6 +2,11 @@
 pretended one.
 """
 
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
@@ -10,7 +15,7 @@ import torch
 
 from fedrot import AlignmentOptions, UpdateError, align
 from fedrot.aggregation import Fisher, Mean, RegMean
-from fedrot.tensors import full_float32
+from fedrot.tensors import full_float32, spare_threads
 from tests.families import symmetry_for
 from tests.fedrot.oracles import seeded
 from tests.fedrot.pairs import OPTIONS, beside, movable_options
@@ -205,3 +210,25 @@ def test_what_a_user_allowed_is_forbidden_and_restored():
             assert torch.equal((matrix @ matrix).cpu(), torch.eye(3))
     assert PRODUCTS[0].allow_tf32
     assert torch.get_float32_matmul_precision() == "high"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what runs")
+def test_beside_busy_processes_one_thread_computes_and_the_setting_returns():
+    loop = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(loop) for _ in range(os.cpu_count())]
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    counts = []
+    try:
+        deadline = time.monotonic() + 60
+        while 1 not in counts and time.monotonic() < deadline:
+            with suppress(UpdateError), spare_threads():
+                counts.append(torch.get_num_threads())
+                raise UpdateError("not finite")
+            assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert counts[-1] == 1

@@ -247,8 +247,7 @@ def costs_of(
         rows = sum(map(sum, known.described["seeds"][str(cell.seed)]))
         rounds = experiment.rounds if strategy.kind != "head_only" else 0
         tuned = strategy.kind == "local_finetuning"
-        # What sites train alone, no round of a federation shares.
-        first = (cell.trains_first, strategy.learning_rate, strategy.kind == "alone")
+        first = cell.trains_first
         # The rounds before local fine-tuning are those of another strategy.
         kind = "fedrot" if tuned else strategy.kind
         usual = {"name": "", "kind": kind, "fit_at_end": False}

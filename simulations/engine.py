@@ -149,16 +149,18 @@ class _Processes:
         return self._count
 
     def start(self, job: Job) -> None:
-        idle = [pipe for pipe in self._processes if pipe not in self.running]
-        if idle:
-            pipe = idle[0]
-        else:
-            pipe, other_end = self._spawn.Pipe()
-            process = self._spawn.Process(target=_serve, args=(other_end,), daemon=True)
-            with _no_interrupt():
-                process.start()
-                self._processes[pipe] = process
-            other_end.close()  # Else this end would not see that the process has ended.
+        for pipe in self._processes.keys() - self.running.keys():
+            # An idle process may have died.
+            with suppress(OSError):
+                pipe.send(job)
+                self.running[pipe] = job
+                return
+        pipe, other_end = self._spawn.Pipe()
+        process = self._spawn.Process(target=_serve, args=(other_end,), daemon=True)
+        with _no_interrupt():
+            process.start()
+            self._processes[pipe] = process
+        other_end.close()  # Else this end would not see that the process has ended.
         self.running[pipe] = job
         pipe.send(job)
 

@@ -85,9 +85,15 @@ class Cell:
         return file_name(self.title)
 
     @property
-    def trains_first(self) -> tuple[str, int]:
-        """A key that is equal for cells that share the first round's trainings."""
-        return self.experiment.training, self.seed
+    def trains_first(self) -> tuple[object, ...]:
+        """A key that is equal for cells that share the first round's trainings.
+
+        A fitted head is another start, and sites that train alone share no round.
+        """
+        strategy = self.strategy
+        apart = strategy.kind in ("alone", "head_only") and strategy.kind
+        starts = strategy.fit_head, strategy.learning_rate
+        return self.experiment.training, self.seed, *starts, apart
 
 
 def cells_of(experiments: Iterable[Experiment]) -> list[Cell]:

@@ -111,6 +111,22 @@ def test_a_job_whose_process_dies_ends_alone_and_is_not_tried_again(machine, tmp
     sound(found)
 
 
+def test_a_process_that_dies_between_two_jobs_is_replaced():
+    processes = engine._Processes(1)
+    job = Job("2", halves, (2,))
+    for _ in range(2):
+        processes.start(job)
+        said = []
+        while Ended() not in said:
+            said += [what for _, what in processes.heard()]
+        assert said == [1, 1, Ended()]
+        processes.running.clear()
+        (process,) = workers()
+        process.kill()
+        process.wait()
+    processes.close()
+
+
 def test_two_places_share_the_jobs_and_the_caller_hears_and_looks_while_they_run(
     machine, monkeypatch
 ):

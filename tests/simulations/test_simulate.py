@@ -256,7 +256,7 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
     tmp_path, monkeypatch
 ):
     tried = []
-    run, shown = shown_run(tmp_path, of(strategies="fedavg,aligned,head_only"))
+    run, shown = shown_run(tmp_path, of(strategies="fedavg,aligned,fedavg_head"))
 
     def dying(jobs, machine, hear, tick):
         (job,) = jobs
@@ -271,23 +271,23 @@ def test_parts_behind_one_whose_process_died_are_run_and_that_one_once(
                 cell.strategy.name, 0, value, experiment="a", round=3, metric="loss"
             )
             failed = {**told, "scope": "round", "metric": "fedrot-head-failed"}
-            failed["value"] = cell.strategy.name == "head_only"
+            failed["value"] = cell.strategy.name == "fedavg_head"
             hear(job, runs.CellResult(cell.name, [told, failed], [], ""))
         hear(job, Ended())
 
     monkeypatch.setattr(runs, "run_jobs", dying)
     run.finish(Machine(1))
-    assert tried == [["fedavg", "aligned", "head_only"], ["head_only"]]
+    assert tried == [["fedavg", "aligned", "fedavg_head"], ["fedavg_head"]]
     assert run.failed == 1
     kept = {row["strategy"] for row in read_run(tmp_path).rows}
-    assert kept == {"fedavg", "head_only"}
+    assert kept == {"fedavg", "fedavg_head"}
     (told,) = tmp_path.glob("cells/*.txt")
     title = "a · seed 0 · aligned"
     assert told.read_text() == f"{title}\n\nThe process of the job ended: killed"
     first, second, third = shown.getvalue().splitlines()
     assert first == "[1 of 3] a · seed 0 · fedavg: loss nan"
     assert second.startswith(f"[2 of 3] {title}: FAILED, see ")
-    assert third.startswith("[3 of 3] a · seed 0 · head_only: loss 1.000, task head ")
+    assert third.startswith("[3 of 3] a · seed 0 · fedavg_head: loss 1.000, task head ")
 
 
 def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(tmp_path):
@@ -296,7 +296,7 @@ def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(tmp
         of(name="b", rounds=9, strategies="fedavg"),
     ]
     listed.append(
-        of(name="c", strategies="head_only")
+        of(name="c", strategies="fedavg_head")
     )  # clients train as in the first one
     folder = RunFolder(tmp_path, {}, "test")
     jobs = runs._Run(folder, *costs(*listed), Console(file=io.StringIO()))._jobs()
@@ -306,7 +306,7 @@ def test_the_longest_job_is_first_and_parts_that_share_trainings_are_one_job(tmp
     ]
     assert names == [
         ["b0 fedavg"],
-        ["a0 fedavg", "a0 aligned", "c0 head_only"],
+        ["a0 fedavg", "a0 aligned", "c0 fedavg_head"],
         ["a1 fedavg", "a1 aligned"],
     ]
 
@@ -375,7 +375,7 @@ def test_costs_are_of_trainings_that_are_not_shared():
         "fedavg_head": (0, 580),
         "aligned": (1000, 80),
         "head_only": (0, 540),
-        "fit_head": (1000, 2580),
+        "fit_head": (2500, 2580),
         "alone": (2500, 80),
         "local_finetuning": (500, 80),
         "slow": (2500, 80),

@@ -143,6 +143,22 @@ def count_once(
     return entries
 
 
+def covered(
+    groups: Iterable[Group],
+    tensors: Tensors,
+) -> set[str]:
+    """Return the names of the tensors of which every entry is on a slot of a group."""
+    slots = defaultdict[str, list[Slot]](list)
+    for group in groups:
+        for slot in group.slots:
+            slots[slot.tensor].append(slot)
+    return {
+        name
+        for name, on_it in slots.items()
+        if count_once(on_it, tensors) == math.prod(tensors[name].shape)
+    }
+
+
 def _masks(
     slots: Iterable[Slot],
     tensors: Tensors,

@@ -32,7 +32,7 @@ from fedrot.matching.pairs import (
 )
 from fedrot.options import AlignmentOptions
 from fedrot.symmetry.groups import Group, Move, Symmetry, apply_moves
-from fedrot.tensors import Tensors, check_finite
+from fedrot.tensors import LARGEST_NORM, Tensors, check_finite
 
 Groups = Sequence[Group]
 
@@ -110,11 +110,16 @@ class Problem:
         value: float,
         group: Group,
     ) -> float:
-        """Return a group's squared distance; raise ``UpdateError`` if not finite."""
-        if math.isfinite(value):
+        """Return a group's squared distance; raise the errors of ``check_finite``.
+
+        Where the distance is small, the tensors are finite, since the anchor's are.
+        """
+        if value <= LARGEST_NORM**2 / 4:
             return value
         for tensors in (self.client, self.anchor.tensors):
             check_finite({slot.tensor: tensors[slot.tensor] for slot in group.slots})
+        if math.isfinite(value):
+            return value
         raise UpdateError(
             "The squared distance to the anchor overflows in group "
             f"'{group.name}': values are too large for float32. Check the client's "

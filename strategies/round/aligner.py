@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from logging import WARNING
 
@@ -21,6 +22,7 @@ from fedrot.alignment.anchors import (
 )
 from fedrot.alignment.by_layer import moved_by_layer
 from fedrot.matching.anchor import Anchor
+from fedrot.matching.pairs import covered
 from fedrot.options import AlignmentOptions
 from fedrot.strategies.round.record import RoundRecord
 from fedrot.strategies.round.update import Moved, MovedBroadcast, Update, Updates
@@ -35,7 +37,14 @@ _OTHERS = (
 
 
 class Aligner:
-    """Leaves every update as it was received; base class of the other aligners."""
+    """Leaves every update as it was received; base class of the other aligners.
+
+    Attributes:
+        measured: names of tensors whose distance ``move`` computes. It drops an update
+            in which they are not finite; all others are checked before.
+    """
+
+    measured: Collection[str] = ()
 
     def prepare(self, held: Updates) -> Updates:
         """Choose the round's coordinates; return the updates to move, in order."""
@@ -109,6 +118,10 @@ class ToAnchor(Aligner):
         check_update(broadcast, plan.symmetry.shapes)
         self._compared = 0
         self.rule = self.rule_at(broadcast, shared)
+        computes = self.rule_class.align is AnchorRule.align and not self._by_layer
+        # A canonical form is measured, not the update, and another basis not at all.
+        if computes and self.other_options is None and not self.canonical:
+            self.measured = covered(plan.options.groups(plan.symmetry), broadcast)
 
     def rule_at(self, base: Tensors, shared: Mean | None) -> AnchorRule:
         """Return the anchor of a round in the coordinates of ``base``."""

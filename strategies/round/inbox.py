@@ -151,6 +151,8 @@ class Schema:
     """What a reply must hold: names, shapes and dtypes of the broadcast, ``like``."""
 
     like: Tensors
+    #: Names of tensors that are checked later to be finite, see ``Aligner``.
+    measured: Collection[str] = field(default=(), kw_only=True)
     #: What ``ADAPTER_RECORD`` must not contradict; empty if the model is no adapter.
     settings: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
@@ -172,8 +174,8 @@ class Schema:
         makes runs identical.
 
         Raises:
-            UpdateError: an array cannot be decoded, or the tensors are not a finite
-                update of the model.
+            UpdateError: an array cannot be decoded, or the tensors are not an update of
+                the model, finite but for those that are ``measured``.
         """
         claims = headers(arrays)
         self.check(claims)
@@ -185,7 +187,7 @@ class Schema:
                     f"{wanted}. Send the same kind of numbers."
                 )
         tensors = decoded(arrays, claims, writable=copy)
-        check_finite(tensors)
+        check_finite({n: t for n, t in tensors.items() if n not in self.measured})
         # Flower's wrappers identify tensors by their position.
         return {name: self._cast(name, tensors[name]) for name in self.like}
 

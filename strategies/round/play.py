@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from hashlib import sha256
 from operator import attrgetter
 
@@ -184,12 +185,15 @@ class PlaysRounds(Strategy):
             kept = integers_of(self._broadcast) if self.aligns else ArrayRecord()
             merge = Listed(record, kept)
         aligner = self.aligner(broadcast, merge.mean, record)
-        schema = self.schema(broadcast)
-        needs = self.needs(record.number)
-        inbox = Inbox(self, asked, schema, record, needs, in_front)
         order: Order | None = list if self.waits else None
         if deterministic:
             order = by_client if self.trusts_ids else by_contents
+        schema = self.schema(broadcast)
+        if order is None:
+            # Held updates are checked whole: each of them counts in their order.
+            schema = replace(schema, measured=aligner.measured)
+        needs = self.needs(record.number)
+        inbox = Inbox(self, asked, schema, record, needs, in_front)
         play(replies, inbox, aligner, merge, order=order)
         return merge, aligner.moved_broadcast()
 

@@ -33,6 +33,7 @@ from tests.strategies.hostile import CONFIG, SETUPS
 
 NAME, GRAM, HALF = "classifier.weight", "gram/classifier.weight", "classifier.bias"
 QUERY = "bert.encoder.layer.0.attention.self.query.weight"
+NEURONS = "bert.encoder.layer.1.output.dense.weight"
 BASE = {**state(), HALF: state()[HALF].half()}
 HONEST = [
     fedrot.random_equivalent(near(BASE, 0.02, seed), SYMMETRY, seed)
@@ -124,6 +125,12 @@ def with_metadata(**values):
 BAD = {
     "NaN": (sends(TENSOR * torch.nan), NAME),
     "NaN for float16": (sends(**{HALF: torch.tensor([0, torch.nan, 0])}), HALF),
+    # Their distance to the anchor shows it.
+    **{
+        f"{value:g} in a {layer}": (sends(**{name: GOOD[name] * value}), name)
+        for value in (torch.nan, torch.inf, 100 * LARGEST_NORM)
+        for layer, name in {"query": QUERY, "neuron": NEURONS}.items()
+    },
     "beyond the largest norm": (sends(torch.full_like(TENSOR, 2 * LARGEST_NORM)), NAME),
     **{
         f"beyond float16 in {dtype}": (

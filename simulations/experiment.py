@@ -67,7 +67,7 @@ class Experiment(Scenario):
     seeds: tuple[NonNegativeInt, ...] = Field(
         (0, 1, 2),
         max_length=MOST_SEEDS,
-        description="Their number (3: 0, 1 and 2), or a list 1,4,9.",
+        description="Their number (3: 0, 1 and 2), or a list 1,4,9 or 11,.",
     )
     rounds: PositiveInt = Field(3, description="Rounds of training.")
     local_epochs: PositiveFloat = Field(1, description="Epochs of a client in a round.")
@@ -83,14 +83,14 @@ class Experiment(Scenario):
     def _counted(cls, value: Any) -> Any:
         if isinstance(value, list | tuple):
             return value
-        numbers = [part.strip() for part in str(value).split(",")]
-        if not all(map(str.isdecimal, numbers)) or numbers == ["0"]:
+        text = str(value)
+        numbers = [part.strip() for part in text.removesuffix(",").split(",")]
+        if not all(map(str.isdecimal, numbers)) or text == "0":
             raise ValueError(
-                f"'{value}' is no choice of seeds; give their number, or a list 1,4,9"
+                f"'{value}' is no choice of seeds; give their number, a list 1,4,9, or "
+                "one seed with a comma: 11,"
             )
-        if len(numbers) > 1:
-            return numbers
-        return range(int(numbers[0]))
+        return numbers if "," in text else range(int(text))
 
     @field_validator("layers", mode="before")
     @classmethod

@@ -76,6 +76,7 @@ def test_strategies_that_answer_the_question(fields, strategies):
         ({"seeds": "3"}, "seeds", (0, 1, 2)),
         ({"seeds": 2}, "seeds", (0, 1)),
         ({"seeds": "1, 4,9"}, "seeds", (1, 4, 9)),
+        ({"seeds": "0,"}, "seeds", (0,)),
         ({"seeds": [7]}, "seeds", (7,)),
         ({}, "clients", 4),
         ({"partition": " column:site"}, "clients", 0),

@@ -158,8 +158,8 @@ class TaskHeadFitting:
                 f"The task head '{task_head}' reads {width} inputs, at most {WIDEST} "
                 f"are fitted: their sums take {4 * triangle / 1e9:.1f} GB for each "
                 f"client that answers and {BYTES * triangle / 1e9:.0f} GB at the "
-                "server. "
-                "Read fewer layers, such as layers=[-2, -1] of a PooledClassifier."
+                "server. Read fewer layers, such as layers=[-2, -1] of a "
+                "PooledClassifier."
             )
         problem_type = (
             usual_problem_type(len(weight))

@@ -43,10 +43,10 @@ from flwr.supercore.task_identity import TaskIdentity
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from scipy import stats
 from torch import Tensor
 
 from fedrot.options import AlignmentOptions
+from fedrot.simulations.comparison.paired import paired_difference
 from fedrot.simulations.federation.grids import LocalGrid
 from fedrot.strategies import FedRot, to_arrays
 from fedrot.strategies.wire.arrays import encode
@@ -152,12 +152,9 @@ def interval(times: Times, above: str, below: str) -> list[float]:
     interval.
     """
     logs = [math.log(a / b) for a, b in zip(times[above], times[below], strict=True)]
-    mean = statistics.fmean(logs)
-    half = 0.0
-    if len(logs) > 1:
-        error = statistics.stdev(logs) / math.sqrt(len(logs))
-        half = float(stats.t.ppf(0.975, len(logs) - 1)) * error
-    return [math.exp(x) for x in (mean, mean - half, mean + half)]
+    paired = paired_difference(logs)
+    ends = (0.0, -paired.smallest, paired.smallest)
+    return [math.exp(paired.mean + end) for end in ends]
 
 
 def memory_child(name: str, clients: int, layers: int, drift: float) -> None:

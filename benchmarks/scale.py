@@ -67,9 +67,7 @@ class Clients:
             generator = torch.Generator().manual_seed(message.metadata.dst_node_id)
             update = ArrayRecord()
             for name, tensor in from_arrays(self.record).items():
-                noise = torch.randn(
-                    tensor.shape, generator=generator, dtype=torch.float
-                )
+                noise = torch.randn(tensor.shape, generator=generator)
                 changed = tensor + noise.mul_(DRIFT * 0.02)
                 update[name] = encode(name, changed.to(tensor.dtype))
                 del noise, changed

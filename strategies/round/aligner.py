@@ -37,14 +37,15 @@ _OTHERS = (
 
 
 class Aligner:
-    """Leaves every update as it was received; base class of the other aligners.
+    """Leaves every update as it was received; base class of the other aligners."""
 
-    Attributes:
-        measured: names of tensors whose distance ``move`` computes. It drops an update
-            in which they are not finite; all others are checked before.
-    """
+    @property
+    def measured(self) -> Collection[str]:
+        """Names of tensors whose distance ``move`` computes.
 
-    measured: Collection[str] = ()
+        It drops an update in which they are not finite; all others are checked before.
+        """
+        return ()
 
     def prepare(self, held: Updates) -> Updates:
         """Choose the round's coordinates; return the updates to move, in order."""
@@ -118,10 +119,15 @@ class ToAnchor(Aligner):
         check_update(broadcast, plan.symmetry.shapes)
         self._compared = 0
         self.rule = self.rule_at(broadcast, shared)
+
+    @property
+    def measured(self) -> Collection[str]:
+        """Names of the tensors that the round's groups cover, see ``Aligner``."""
         computes = self.rule_class.align is AnchorRule.align and not self._by_layer
         # A canonical form is measured, not the update, and another basis not at all.
-        if computes and self.other_options is None and not self.canonical:
-            self.measured = covered(plan.options.groups(plan.symmetry), broadcast)
+        if not computes or self.other_options is not None or self.canonical:
+            return ()
+        return covered(self.plan.options.groups(self.plan.symmetry), self.broadcast)
 
     def rule_at(self, base: Tensors, shared: Mean | None) -> AnchorRule:
         """Return the anchor of a round in the coordinates of ``base``."""

@@ -42,6 +42,23 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return whole.clamp(limits.min, min(limits.max, 2**63 - 1024))
 
 
+def same_bits(first: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape have equal bits, also NaN and -0."""
+    return first.dtype == other.dtype and torch.equal(
+        flat_bytes(first), flat_bytes(other)
+    )
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor's values in C order, uint8 ``[bytes]``, on the CPU.
+
+    They share the tensor's memory if possible.
+    """
+    values = tensor.detach().cpu().contiguous()
+    # Of a single value, ``reshape`` keeps a stride that ``view`` refuses.
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
+
+
 def along_axis(vector: Tensor, axis: int, like: Tensor) -> Tensor:
     """Return a vector in the dtype of ``like``, to broadcast along one of its axes."""
     return vector.to(like).reshape([-1 if d == axis else 1 for d in range(like.ndim)])
@@ -54,8 +71,9 @@ def identity(like: Tensor) -> Tensor:
 
 def diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
     """Return a copy of the diagonal blocks of a matrix, ``[n / size, size, size]``."""
-    starts = range(0, len(matrix), size)
-    return torch.stack([matrix[i : i + size, i : i + size] for i in starts])
+    return torch.stack(
+        [matrix[i : i + size, i : i + size] for i in range(0, len(matrix), size)]
+    )
 
 
 #: A device, or its name.
@@ -270,10 +288,10 @@ def _idle_cores() -> int:
     """
     cores = os.cpu_count() or 1
     with suppress(OSError):
-        running, _, _ = Path("/proc/loadavg").read_text().split()[3].partition("/")
+        running = Path("/proc/loadavg").read_text().split()[3].split("/")[0]
         # torch's threads wait actively for some milliseconds after an operation.
-        stats = [stat.read_text() for stat in Path("/proc/self/task").glob("*/stat")]
-        ours = sum(stat.rpartition(")")[2].split()[0] == "R" for stat in stats)
+        tasks = Path("/proc/self/task").glob("*/stat")
+        ours = sum(") R " in task.read_text() for task in tasks)
         return cores - (int(running) - ours)
     return cores
 

@@ -79,8 +79,8 @@ class Mean(Aggregator):
     ) -> None:
         """Raise the errors of ``add``, without adding."""
         check_weight(weight)
-        like = self._mean or update
-        shapes = {name: tensor.shape for name, tensor in like.items()}
+        like = (self._mean or update).items()
+        shapes = {name: tensor.shape for name, tensor in like}
         check_update(update, shapes)
         check_statistics(statistics or {}, shapes)
 

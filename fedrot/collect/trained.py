@@ -39,7 +39,7 @@ def completed(
     for name in (*update, *rows):
         if name not in received:
             raise UpdateError(f"The tensor '{name}' is not part of the received model.")
-    shapes = {name: tuple(tensor.shape) for name, tensor in received.items()}
+    shapes = {name: tensor.shape for name, tensor in received.items()}
     full = {**received, **update}
     check_update(full, shapes)
     masks = {name: torch.tensor(False) for name in received if name not in update}

@@ -68,9 +68,9 @@ def _gain_of(
         return next(name for name in reversed(names) if name.endswith(ends))
     of_layers = rf".*\.\d+\.{re.escape(ends)}"
     gains = [name for name in names if re.fullmatch(of_layers, name)]
-    count = settings.get("num_hidden_layers", len(gains))
-    count *= settings.get("inner_group_num", 1)
-    # Layers of ALBERT may share a norm.
+    numbered = settings.get("num_hidden_layers", len(gains))
+    # A layer of ALBERT may be a group of layers, which may share a norm.
+    count = numbered * settings.get("inner_group_num", 1)
     return gains[layer] if count == len(gains) >= -layer else None
 
 

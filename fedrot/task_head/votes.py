@@ -158,9 +158,11 @@ class Votes:
 
     def from_old(self, model: Hashable) -> Change:
         """Return the change from the old model, both at their best temperatures."""
-        partner = self.means(self._old)[:, ONE]
         return self._change(
-            model, self.temperature(model), self.at_best(self._old), partner
+            model,
+            self.temperature(model),
+            self.at_best(self._old),
+            self.means(self._old)[:, ONE],
         )
 
     def harmful(self, fitted: Hashable, without: Mapping[int, Hashable]) -> list[int]:

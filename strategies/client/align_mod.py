@@ -25,7 +25,6 @@ from fedrot.strategies.wire.arrays import (
     from_arrays,
     model_records,
     only_model,
-    same_bits,
     shapes_of,
     to_arrays,
 )
@@ -36,7 +35,7 @@ from fedrot.strategies.wire.flower_compat import (
 )
 from fedrot.strategies.wire.statistics_record import read_statistics, statistics_record
 from fedrot.symmetry import Symmetry, symmetry_of
-from fedrot.tensors import Tensors, check_finite
+from fedrot.tensors import Tensors, check_finite, same_bits
 
 #: Computes statistics of an aligned update.
 Collector = Callable[[Message, Context, Tensors], Statistics]

@@ -19,6 +19,7 @@ from flwr.clientapp import ClientApp
 from flwr.common import log
 from torch import nn
 
+from fedrot.changes import with_change
 from fedrot.errors import FedrotError
 from fedrot.strategies.client.answer_line import noted, rows_noted
 from fedrot.strategies.client.answer_record import Line
@@ -34,8 +35,8 @@ from fedrot.strategies.client.shelf import Shelf
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
 from fedrot.strategies.wire.fitting_messages import (
     ACTION,
-    BETWEEN,
     BODIES,
+    CHANGE,
     COUNT,
     COUNT_CLASSES,
     COUNTS,
@@ -47,6 +48,7 @@ from fedrot.strategies.wire.fitting_messages import (
     NOISE_ALONE,
     NOISY_SUM,
     NOISY_SUMS,
+    PARENTS,
     PROBLEM_TYPE,
     PUBLIC,
     REASON,
@@ -63,7 +65,7 @@ from fedrot.strategies.wire.fitting_messages import (
     hash_of,
 )
 from fedrot.strategies.wire.label_names import LABELS, labels_record
-from fedrot.strategies.wire.loaded_model import loaded
+from fedrot.strategies.wire.loaded_model import loaded, tensors_of
 from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.losses import TaskHeads, collect_losses, compare_losses
 from fedrot.task_head.noisy.noisy_sums import noisy_sums
@@ -137,7 +139,7 @@ def _content(
         # A report may be withheld by every site.
         return _withheld("" if stage == REPORT else NOISE_ALONE)
     kept = privacy.kept(rows, request.kind_of(model), stage == REPORT)
-    bodies = request.bodies(rows)
+    bodies = request.bodies(rows, model)
     if bodies is None:
         return RecordDict({LACKS: ConfigRecord()})
     try:
@@ -188,25 +190,39 @@ class _Request:
         """Return whether a report is asked for that the site does not give."""
         return self.config[STAGE] == REPORT and not data.report
 
-    def bodies(self, data: LabelledRows) -> Sequence[Tensors] | None:
-        """Return the models of which the answer tells; None if one is lacking."""
+    def bodies(self, data: LabelledRows, model: nn.Module) -> Sequence[Tensors] | None:
+        """Return the models of which the answer tells; None if one is lacking.
+
+        Args:
+            data: the client's rows.
+            model: as the client builds it.
+        """
         if self.config[STAGE] in (COUNT, COUNT_CLASSES) or self.silent(data):
             return ()
         if not self._task_head:
             return [from_arrays(self._arrays[MODEL])]
-        between = self._keys(BETWEEN)
         bodies = list[Tensors]()
         for place, key in enumerate(self._keys(BODIES)):
-            sent = self._arrays.get(f"{MODEL}-{place}")
-            if sent is None:
-                body = self._shelf.read(key, between)
-            else:
-                body = self._shelf.keep(key, from_arrays(sent))
+            body = self._body(place, key, model)
             if body is None:
                 return None
             bodies.append(body)
         self._shelf.drop_others(self._keys(KEEP))
         return bodies
+
+    def _body(self, place: int, key: str, model: nn.Module) -> Tensors | None:
+        shelf = self._shelf
+        parents = self._keys(PARENTS)
+        sent = self._arrays.get(f"{MODEL}-{place}")
+        if sent is not None:
+            return shelf.keep(key, from_arrays(sent))
+        change = self._arrays.get(f"{CHANGE}-{place}")
+        if change is None:
+            kept = shelf.read(key, parents)
+            return kept or shelf.keep_right(key, tensors_of(model))
+        old = shelf.read(parents[0])
+        # A client without the old body says that it lacks the new one.
+        return old and shelf.keep_right(key, with_change(old, from_arrays(change)))
 
     def line(
         self,
@@ -268,16 +284,9 @@ class _Request:
         training = partial(read_rows, data, "training")
         held_out = read_rows(data, "held_out")
         if stage == COUNT:
-            return RecordDict(
-                {
-                    ROWS: MetricRecord(
-                        {
-                            "training": self._labelled(training()),
-                            "held_out": self._labelled(held_out),
-                        }
-                    )
-                }
-            )
+            names = ("training", "held_out")
+            counts = {name: self._labelled(read_rows(data, name)) for name in names}
+            return RecordDict({ROWS: MetricRecord(counts)})
         if self.silent(data):
             return _withheld()
         if stage == COUNT_CLASSES:

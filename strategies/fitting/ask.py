@@ -23,14 +23,13 @@ from fedrot.strategies.fitting.bodies import Body
 from fedrot.strategies.round.asked import Asked
 from fedrot.strategies.wire.arrays import records_of_type, tensors_in
 from fedrot.strategies.wire.fitting_messages import (
-    BETWEEN,
     BODIES,
     KEEP,
     LACKS,
     LOSSES,
     MESSAGE_TYPE,
-    MODEL,
     NOISE_ALONE,
+    PARENTS,
     PROBLEM_TYPE,
     REASON,
     ROWS,
@@ -146,9 +145,10 @@ class Clients:
         settings = {
             BODIES: [body.key for body in bodies],
             KEEP: [body.key for body in (*bodies, *keep)],
-            BETWEEN: [half.key for body in bodies for half in body.between],
+            # All bodies of a request are of one round.
+            PARENTS: [*{old.key: 0 for body in bodies for old in body.parents}],
         }
-        config: dict[str, Any] = {
+        config = {
             **(self.config or {}),
             STAGE: stage,
             TASK_HEAD: self.task_head,
@@ -161,8 +161,7 @@ class Clients:
             asking = {} if node in self.names else {LABELS: True}
             records = {**(content or {}), "config": ConfigRecord({**config, **asking})}
             for place, body in enumerate(bodies):
-                if not body.has(node):
-                    records[f"{MODEL}-{place}"] = body.sent
+                records |= body.to_send(node, place)
             return Message(
                 RecordDict(records), dst_node_id=node, message_type=MESSAGE_TYPE
             )
@@ -171,7 +170,7 @@ class Clients:
         lacking: list[int] = []
 
         def take(node: int, answer: RecordDict) -> None:
-            if bodies and LACKS in records_of_type(answer, ConfigRecord):
+            if LACKS in answer:
                 lacking.append(node)
                 return
             answers[node] = read(node, answer)
@@ -183,8 +182,7 @@ class Clients:
         right = {*self._ask(requests, take)}
         if lacking:
             for body in bodies:
-                for lost in (body, *body.between):
-                    lost.kept_by.difference_update(lacking)
+                body.lost_by(lacking)
             again = [request(node) for node in lacking]
             with suppress(FedrotError):
                 right |= {*self._ask(again, take)}

@@ -1,18 +1,23 @@
 """``Body``: a model as the server knows it, and the clients that have kept it.
 
 A request names the bodies that it is about. A client that has answered about a body
-keeps it, and receives later requests without it. A client that has lost it says so,
-and receives it again.
+keeps it, and receives later requests without it. Of the body after a round it receives
+the change. A first body is sent to those clients alone that say they lack it: it may be
+the model that they build. A client that has lost a body says so, too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 
 from flwr.app import ArrayRecord
 from torch import Tensor
 
-from fedrot.strategies.wire.arrays import to_arrays
+from fedrot.changes import packed_change
+from fedrot.strategies.wire.arrays import from_arrays, to_arrays
+from fedrot.strategies.wire.fitting_messages import CHANGE, MODEL
 from fedrot.task_head.choice import Candidate
 from fedrot.task_head.fit import with_task_head
 from fedrot.task_head.names import task_head_names
@@ -29,9 +34,10 @@ class Body:
         task_head: the name of its head.
         sent: the model in the precision of the wire.
         key: ``hash_of`` what is sent.
-        between: the two bodies whose ``half_way`` this is, if they may have the same
-            bits.
         kept_by: the nodes that have answered about the body.
+        lacked_by: the nodes that have said that they lack the body.
+        parents: the body before the round, of the same shapes; of the body half way
+            also the one after the round, if their mean has the same bits.
     """
 
     arrays: ArrayRecord
@@ -39,14 +45,43 @@ class Body:
     task_head: str
     sent: ArrayRecord
     key: str
-    between: tuple[Body, ...] = ()
-    kept_by: set[int] = field(default_factory=set)
+    kept_by: set[int]
+    lacked_by: set[int]
+    parents: tuple[Body, ...] = ()
 
     def has(self, node: int) -> bool:
-        """Return whether the server knows that a node has the body, or its halves."""
-        if node in self.kept_by:
-            return True
-        return bool(self.between) and all(node in b.kept_by for b in self.between)
+        """Return whether a node is known to have the body, or both its parents."""
+        parents = self.parents
+        both = len(parents) > 1 and all(body.has(node) for body in parents)
+        return both or node in self.kept_by
+
+    def lost_by(self, nodes: Iterable[int]) -> None:
+        """Note that nodes lack the body, or what it is computed from."""
+        for lost in (self, *self.parents):
+            lost.lacked_by.update(nodes)
+            lost.kept_by.difference_update(nodes)
+
+    def to_send(self, node: int, place: int) -> dict[str, ArrayRecord]:
+        """Return what a request has for a node that is to have the body, by name.
+
+        Args:
+            place: among the bodies of the request.
+        """
+        is_first = not self.parents and node not in self.lacked_by
+        if self.has(node) or is_first:
+            return {}
+        if self.parents and self.parents[0].has(node):
+            return {f"{CHANGE}-{place}": self.change}
+        return {f"{MODEL}-{place}": self.sent}
+
+    @cached_property
+    def change(self) -> ArrayRecord:
+        """What has changed since the body before the round, without the task head."""
+        old, new = (from_arrays(body.sent) for body in (self.parents[0], self))
+        # Clients have kept the body before with another head.
+        for name in new.keys() & task_head_names(self.task_head):
+            old[name] = new[name]
+        return to_arrays(packed_change(old, new))
 
     @property
     def has_bias(self) -> bool:

@@ -86,7 +86,7 @@ def priors_of(clients: Clients, outputs: int) -> list[float]:
 
     answers = clients.ask(clients.grid.get_node_ids(), COUNT_CLASSES, read)
     # Sums of floats depend on their order.
-    counts = torch.stack([of_node for _, of_node in sorted(answers.items())])
+    counts = torch.stack([answers[node] for node in sorted(answers)])
     counts = counts[counts.any(1)]
     if not len(counts):
         raise FedrotError("No client has training rows with 'labels'.")

@@ -173,19 +173,17 @@ class Exchange:
         weight = taken.weight / choice.temperature
         arrays = taken.body.with_task_head(weight, taken.bias / choice.temperature)
         priors = () if taken.priors is None else tuple(taken.priors.tolist())
-        temperature = choice.temperature * taken.divisor
-        change = choice.change
         return FittedTaskHead(
             arrays,
             fitted=taken.fitted,
-            temperature=temperature,
+            temperature=choice.temperature * taken.divisor,
             losses=votes.losses(choice.best),
             rows=float(votes.rows.sum()),
             clients=len(votes.weights),
             share=taken.share,
             shrinkage=taken.shrinkage,
-            change=change.decisive,
-            error=change.error,
+            change=choice.change.decisive,
+            error=choice.change.error,
             priors=priors,
         )
 
@@ -303,5 +301,6 @@ class Exchange:
             content[f"{TASK_HEADS}-{place}"] = to_arrays(tensors)
         read = partial(read_losses, heads=len(candidates))
         answers = self._clients.ask(self._held_out, EVALUATE, read, content, [*by_body])
-        losses = in_order(answers).values()
-        return Votes([*losses], [*chain.from_iterable(by_body.values())])
+        return Votes(
+            [*in_order(answers).values()], [*chain.from_iterable(by_body.values())]
+        )

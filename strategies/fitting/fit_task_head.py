@@ -94,8 +94,9 @@ def fit_task_head(
     if public is not None:
         if not isinstance(public, PublicRows):
             raise FedrotError("public has to be a PublicRows(build, batches).")
-        body = fitting.body(arrays, clients.task_head)
-        return fit_with_public_rows(clients, body, public)
+        return fit_with_public_rows(
+            clients, fitting.body(arrays, clients.task_head), public
+        )
     result = fitting.fit(clients, arrays)
     result.log("Task head")
     return result
@@ -120,6 +121,8 @@ class TaskHeadFitting:
     trusted: bool
     #: By the hash of a body: the nodes that have kept it.
     kept_by: dict[str, set[int]] = field(default_factory=dict)
+    #: By the hash of a body: the nodes that have said that they lack it.
+    lacked_by: dict[str, set[int]] = field(default_factory=dict)
     #: By node; nodes are asked once.
     names: dict[int, Names] = field(default_factory=dict)
     #: Labels of which the log has said that no client sent rows.
@@ -141,10 +144,11 @@ class TaskHeadFitting:
         is_adapter = any(".lora_" in name for name in tensors)
         # An adapter has no configuration of its model.
         described = None if is_adapter else self.described
-        if is_adapter:
-            task_head = self.task_head or adapter_task_head_of(tensors)
-        else:
-            task_head = self.task_head or task_head_of(described, tensors)
+        task_head = self.task_head or (
+            adapter_task_head_of(tensors)
+            if is_adapter
+            else task_head_of(described, tensors)
+        )
         weight = tensors.get(f"{task_head}.weight")
         if weight is None:
             raise FedrotError(
@@ -193,17 +197,17 @@ class TaskHeadFitting:
             new: the round's model.
             old: the model before the round, with its head; None for the new one, before
                 all rounds.
-            half: whether the model half way is a candidate.
+            half: whether the model half way is a candidate; needs equal shapes.
         """
         after = self.body(new, clients.task_head)
         before = after if old is None else self.body(old, clients.task_head)
         bodies = {1.0: after}
         if half and old is not None:
-            middle = self.body(
-                as_sent(half_way(before.tensors, after.tensors), new), clients.task_head
-            )
+            after.parents = (before,)
+            mean = half_way(before.tensors, after.tensors)
+            middle = self.body(as_sent(mean, new), clients.task_head)
             # Clients have rounded bodies, whose mean is not the rounded mean.
-            middle.between = () if self.wire else (before, after)
+            middle.parents = (before,) if self.wire else (before, after)
             bodies[0.5] = middle
         exchange = Exchange(clients, before)
         try:
@@ -219,4 +223,5 @@ class TaskHeadFitting:
         sent = arrays if self.wire is None else to_arrays(tensors, self.wire)
         key = hash_of(from_arrays(sent), task_head)
         kept_by = self.kept_by.setdefault(key, set())
-        return Body(arrays, tensors, task_head, sent, key, kept_by=kept_by)
+        lacked_by = self.lacked_by.setdefault(key, set())
+        return Body(arrays, tensors, task_head, sent, key, kept_by, lacked_by)

@@ -59,9 +59,11 @@ class FitsTaskHead(ReplyStrategy):
         # Checkpoints hold every tensor, also one of before the first round.
         self._priors: Tensor | None = None
         self.needs_model = self.needs_model or bool(fit_head)
-        name = fit_head if isinstance(fit_head, str) else None
         self._fitting = TaskHeadFitting(
-            self.model_config, name, self.server.wire, trusted
+            self.model_config,
+            fit_head if isinstance(fit_head, str) else None,
+            self.server.wire,
+            trusted,
         )
 
     @property
@@ -119,8 +121,9 @@ class FitsTaskHead(ReplyStrategy):
         if not self.fit_head:
             return arrays
         try:
-            clients = self._asked(arrays)
-            result = self._fitting.fit(clients, arrays, self._broadcast, self.half_way)
+            result = self._fitting.fit(
+                self._asked(arrays), arrays, self._broadcast, self.half_way
+            )
         except FedrotError as error:
             result = FittedTaskHead(arrays, reason=str(error))
         result.log(f"Round {record.number}")
@@ -137,8 +140,9 @@ class FitsTaskHead(ReplyStrategy):
             return
         arrays = result.arrays
         try:
-            clients = self._asked(arrays)
-            sites = reported(self._fitting, clients, arrays, first, self.priors)
+            sites = reported(
+                self._fitting, self._asked(arrays), arrays, first, self.priors
+            )
             self._report(sites, result.train_metrics_clientapp)
         except Exception as error:
             log(WARNING, "The sites have not reported: %s", refusal(error))

@@ -191,7 +191,7 @@ def reported(
         [before, after] if before.key != after.key else [after],
     )
     names = clients.label_names(labels)
-    rows = [row for _, row in sorted(answers.items()) if row is not None]
+    rows = [row for _, row in sorted(answers.items()) if row]
     # So sites without a name are called.
     taken: set[str | None] = {f"client {row['client']}" for row in rows}
     for row in rows:

@@ -13,7 +13,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from torch import Tensor
 
-from fedrot.strategies.wire.arrays import flat_bytes
+from fedrot.tensors import flat_bytes
 
 #: Arrays by name, beside JSON values.
 NamedArrays = dict[str, np.ndarray]

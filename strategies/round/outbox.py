@@ -18,11 +18,10 @@ from fedrot.strategies.wire.arrays import (
     model_records,
     only_model,
     replace_changed,
-    same_bits,
     to_arrays,
 )
 from fedrot.strategies.wire.flower_compat import NUMPY, Messages
-from fedrot.tensors import TensorDict, rounded
+from fedrot.tensors import TensorDict, rounded, same_bits
 
 
 def plain(arrays: ArrayRecord) -> ArrayRecord:

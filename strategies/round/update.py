@@ -13,8 +13,7 @@ from fedrot.aggregation import Aggregator, Statistics
 from fedrot.report import AlignmentReport
 from fedrot.strategies.reporting.verdict import Row
 from fedrot.strategies.round.asked import Question, question_of
-from fedrot.strategies.wire.arrays import flat_bytes
-from fedrot.tensors import Tensors
+from fedrot.tensors import Tensors, flat_bytes
 
 #: Builds the aggregator of a round.
 Builder = Callable[[], Aggregator]

@@ -25,7 +25,7 @@ from torch import Tensor
 from fedrot.errors import FedrotError, UpdateError
 from fedrot.strategies.wire.flower_compat import NUMPY
 from fedrot.symmetry.resolve import tied_tensors
-from fedrot.tensors import Shape, Shaped, TensorDict, Tensors, unusable
+from fedrot.tensors import Shape, Shaped, TensorDict, Tensors, flat_bytes, unusable
 
 R = TypeVar("R", ArrayRecord, MetricRecord, ConfigRecord)
 
@@ -280,23 +280,6 @@ def _parsed(header: bytes) -> tuple[Sequence[int], bool, np.dtype[Any], int]:
         stream, max_header_size=_HEADER
     )
     return shape, fortran, dtype, stream.tell()
-
-
-def same_bits(first: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one shape have equal bits, also NaN and -0."""
-    return first.dtype == other.dtype and torch.equal(
-        flat_bytes(first), flat_bytes(other)
-    )
-
-
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor's values in C order, uint8 ``[bytes]``, on the CPU.
-
-    They share the tensor's memory if possible.
-    """
-    values = tensor.detach().cpu().contiguous()
-    # Of a single value, ``reshape`` keeps a stride that ``view`` refuses.
-    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
 
 
 class _Unlocked:

@@ -20,6 +20,9 @@ MESSAGE_TYPE = f"query.{ACTION}"
 MODEL = "fedrot-model"
 TASK_HEADS = "fedrot-heads"
 
+#: In place of a body: what has changed since the body before the round.
+CHANGE = "fedrot-change"
+
 #: Records of an answer: numbers of rows, sums of features, losses, or that the client
 #: lacks a body.
 ROWS = "fedrot-rows"
@@ -51,10 +54,10 @@ TASK_HEAD = "fedrot-task-head"
 PROBLEM_TYPE = "fedrot-problem-type"
 
 #: Further keys: hashes of the request's bodies, of all that the client shall keep, and
-#: of those that a body is half way between.
+#: of those before and after the round, from which others are computed.
 BODIES = "fedrot-bodies"
 KEEP = "fedrot-keep"
-BETWEEN = "fedrot-between"
+PARENTS = "fedrot-parents"
 
 #: A further key: shares of classes in the bias of the model.
 PRIORS = "fedrot-priors"

@@ -26,7 +26,14 @@ from fedrot.strategies import (
 )
 from fedrot.strategies.fitting import exchange
 from fedrot.strategies.wire.arrays import TIED, from_arrays, to_arrays
-from fedrot.strategies.wire.fitting_messages import EVALUATE, LACKS, MODEL, STAGE, SUM
+from fedrot.strategies.wire.fitting_messages import (
+    CHANGE,
+    EVALUATE,
+    LACKS,
+    MODEL,
+    STAGE,
+    SUM,
+)
 from fedrot.task_head.choice import choose
 from tests.models import near
 from tests.strategies import toy
@@ -67,7 +74,9 @@ def noted(nodes, notes):
             (config,) = message.content.config_records.values()
             records = message.content.array_records.items()
             models = {
-                name: own for name, own in records if name.startswith((MODEL, "arrays"))
+                name: own
+                for name, own in records
+                if name.startswith((MODEL, CHANGE, "arrays"))
             }
             notes.append((str(config.get(STAGE, "train")), models))
             return node(message)
@@ -184,22 +193,27 @@ def test_the_error_is_the_standard_error_of_the_differences_of_rows():
     assert metrics["fedrot-head-error"] == pytest.approx(float(within) ** 0.5, rel=0.2)
 
 
-def test_a_model_travels_once_for_its_head(tmp_path):
+#: The first body, and what is sent of it: clients build one of 0 themselves.
+FIRST = {
+    "the clients' own": (0.0, [], []),
+    "another": (0.25, [("sum", [f"{MODEL}-0"])], [f"{MODEL}-0"]),
+}
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_a_model_travels_once_for_its_head_and_then_as_a_change(case, tmp_path):
+    start, first, reported = FIRST[case]
     notes = []
-    run(noted(clients(lambda body: body + 0.3, tmp_path), notes), 2)
-    first = [
-        ("count", []),
-        ("sum", [f"{MODEL}-0"]),
-        ("evaluate", []),
-    ]
+    run(noted(clients(lambda body: body + 0.3, tmp_path), notes), 2, start)
+    before = [("count", []), ("sum", []), *first, ("evaluate", [])]
     each = [
         ("train", ["arrays"]),
         ("count", []),
-        ("sum", [f"{MODEL}-0"]),
+        ("sum", [f"{CHANGE}-0"]),
         ("sum", []),
         ("evaluate", []),
     ]
-    every = [*first, *each, *each, ("report", [f"{MODEL}-0"])]
+    every = [*before, *each, *each, ("report", reported)]
     expected = [one for one in every for _ in range(CLIENTS)]
     assert [(step, list(models)) for step, models in notes] == expected
     # The first model and the last one; before the report the last one, the one before
@@ -242,8 +256,8 @@ def test_lost_and_damaged_files_and_full_disks_cost_only_bytes(
         return nodes[0](message)
 
     found, _ = run([spoiling, *nodes[1:]], 2)
-    # The body half way is computed from the two that came.
-    assert ("evaluate", [f"{MODEL}-0", f"{MODEL}-1"]) in [
+    # What was lost came again, as a whole.
+    assert ("evaluate", [f"{MODEL}-0", f"{MODEL}-1", f"{MODEL}-2"]) in [
         (step, list(own)) for step, own in notes
     ]
     assert largest_difference(found.arrays, expected.arrays) == 0
@@ -490,10 +504,16 @@ def test_models_travel_in_the_wires_precision_and_keep_their_own_and_their_ties(
     nodes = noted((of_precision(index, dtype) for index in range(3)), notes)
     server = Server(wire=wire, deterministic=True)
     result, _ = played(nodes, start=model, alignment=None, server=server)
-    records = [record for _, models in notes for record in models.values()]
-    assert len(records) >= 3 * (1 + 3)
+    records = {
+        kind: [models[kind] for _, models in notes if kind in models]
+        for kind in ("arrays", f"{MODEL}-0", f"{CHANGE}-0")
+    }
+    # What has changed is sent as bytes.
+    *whole, changes = records.values()
+    assert [*map(len, whole)] == [6, 3]
+    assert {a.dtype for record in changes for a in record.values()} == {"uint8"}
     for record, own in [
-        *((record, wire or dtype) for record in records),
+        *((record, wire or dtype) for records in whole for record in records),
         (result.arrays, dtype),
     ]:
         kind = str(own or torch.float32).removeprefix("torch.")

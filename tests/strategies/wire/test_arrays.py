@@ -31,8 +31,8 @@ from fedrot.strategies.wire.arrays import (
     PRECISIONS,
     TIED,
     replace_changed,
-    same_bits,
 )
+from fedrot.tensors import same_bits
 from tests.strategies.fakes import wire_bytes
 
 INTEGERS = tuple(

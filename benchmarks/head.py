@@ -1,9 +1,10 @@
 """Memory and seconds of a task head that is fitted to the sums of many clients.
 
 The clients answer with sums of random features and have no network, so that the memory
-is the server's: the model that it sends, and what it keeps of the answers. Printed is
-the largest memory of the process beyond that before the fit, in sizes of the model, for
-each number of clients. The default is the size of BERT-base.
+is the server's: the model that it sends, and what it keeps of the answers. Printed are
+the largest memory of the process beyond that before the fit, in sizes of the model and
+in GB, and the seconds of the fit without those in which clients answer, for each number
+of clients. The default is the size of BERT-base.
 
     python benchmarks/head.py [--clients 4 50 200] [--width 768] [--megabytes 440]
 
@@ -55,6 +56,24 @@ from fedrot.task_head.sums import ClassSums
 CLASSES, ROWS_OF_A_CLIENT = 6, 100
 
 
+class Clock:
+    """Adds up the seconds of clients' answers."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, node: Callable[[Message], Message]) -> Callable[[Message], Message]:
+        """Return a node whose answers are timed."""
+
+        def answer(message: Message) -> Message:
+            start = time.perf_counter()
+            reply = node(message)
+            self.seconds += time.perf_counter() - start
+            return reply
+
+        return answer
+
+
 def client(seed: int, width: int) -> Callable[[Message], Message]:
     """Return a node that answers with sums of random features."""
 
@@ -88,8 +107,8 @@ def client(seed: int, width: int) -> Callable[[Message], Message]:
     return answer
 
 
-def measure(clients: int, width: int, megabytes: int) -> float:
-    """Return the additional memory of a fit, in sizes of the model."""
+def measure(clients: int, width: int, megabytes: int) -> tuple[float, float]:
+    """Return the additional memory of a fit, in sizes of the model, and its seconds."""
     rows = megabytes * 2**18 // width
     model = {"embeddings.weight": torch.randn(rows, width)}
     model |= {
@@ -97,17 +116,18 @@ def measure(clients: int, width: int, megabytes: int) -> float:
         "classifier.bias": torch.zeros(CLASSES),
     }
     arrays = ArrayRecord(model)
-    grid = LocalGrid({node: client(node, width) for node in range(1, clients + 1)})
+    clock = Clock()
+    nodes = {node: clock.timed(client(node, width)) for node in range(1, clients + 1)}
+    grid = LocalGrid(nodes)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
     with outside_of_the_engine():
         fit_task_head(
             grid, arrays, {"model_type": "distilbert"}, task_head="classifier"
         )
-    return (
-        (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-        / 2**10
-        / megabytes
-    )
+    seconds = time.perf_counter() - start - clock.seconds
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return (after - before) / 2**10 / megabytes, seconds
 
 
 def site(
@@ -205,9 +225,13 @@ def main() -> None:
         return
     for clients in options.clients:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            found = pool.apply(measure, (clients, options.width, options.megabytes))
+            sizes, seconds = pool.apply(
+                measure, (clients, options.width, options.megabytes)
+            )
         print(
-            f"{clients} clients: {found:.2f} sizes of a model of {options.megabytes} MB"
+            f"{clients} clients, width {options.width}: {sizes:.2f} sizes of a model "
+            f"of {options.megabytes} MB, {sizes * options.megabytes / 2**10:.2f} GB, "
+            f"{seconds:.2f} s"
         )
 
 

@@ -16,7 +16,9 @@ def packed_change(old: Tensors, new: Tensors) -> TensorDict:
     """Return what turns the tensors ``old`` into ``new``, bit for bit.
 
     The bits of a value are read as an integer: near values differ by a small one. Its
-    high bytes are nearly always the same, and zlib packs them.
+    high bytes are nearly always the same, and zlib packs them. Four clients' mean after
+    an epoch of AdamW (rate 5e-4) on MiniLM takes .48 of its size in float32 and .19 in
+    bfloat16 (``docs/results/speed.md``).
 
     Args:
         old: by name.

@@ -269,9 +269,9 @@ def full_float32() -> Iterator[None]:
 def spare_threads() -> Iterator[None]:
     """Use no more of torch's threads than there are idle cores.
 
-    In every operation threads wait for each other. With eight busy processes beside
-    them, two threads on two cores need thirty times as long as one. The user's setting,
-    which holds for all threads of the process, is restored.
+    A context and a decorator. In every operation threads wait for each other: with
+    eight busy processes beside them, two threads on two cores need thirty times as long
+    as one. The user's setting, which holds for all threads of the process, is restored.
     """
     chosen = torch.get_num_threads()
     torch.set_num_threads(min(chosen, max(1, _idle_cores())))

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedrot.errors import FedrotError
 from fedrot.task_head.covariance import ShrunkCovariance
 from fedrot.task_head.sums import ClassSums
-from fedrot.tensors import TensorDict, Tensors
+from fedrot.tensors import TensorDict, Tensors, spare_threads
 
 
 def fitted_task_head(
@@ -34,6 +34,7 @@ def fitted_task_head(
     return weights[0], biases[0]
 
 
+@spare_threads()
 def fitted_task_heads(
     sums: ClassSums,
     shrinkages: Sequence[float],
@@ -91,8 +92,9 @@ def fitted_task_heads(
             "There is no shrinkage to fit a task head with. Give at least one."
         )
     deviations = sums.deviations()
-    scaled = sums.within() / torch.outer(deviations, deviations)
-    values, vectors = torch.linalg.eigh(scaled)
+    values, vectors = torch.linalg.eigh(
+        sums.within() / torch.outer(deviations, deviations)
+    )
     weights, biases = list[Tensor](), list[Tensor]()
     for shrinkage in shrinkages:
         if not 0 <= shrinkage <= 1:

@@ -284,8 +284,10 @@ class _Request:
         training = partial(read_rows, data, "training")
         held_out = read_rows(data, "held_out")
         if stage == COUNT:
-            names = ("training", "held_out")
-            counts = {name: self._labelled(read_rows(data, name)) for name in names}
+            counts = {
+                name: self._labelled(read_rows(data, name))
+                for name in ("training", "held_out")
+            }
             return RecordDict({ROWS: MetricRecord(counts)})
         if self.silent(data):
             return _withheld()

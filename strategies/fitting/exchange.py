@@ -40,7 +40,7 @@ from fedrot.task_head.outputs import OUTPUT_KINDS
 from fedrot.task_head.sums import ClassSums
 from fedrot.task_head.totals import LONGEST, Groups, Totals, total_without
 from fedrot.task_head.votes import FEWEST, Votes, centre, in_order
-from fedrot.tensors import compute_dtype
+from fedrot.tensors import compute_dtype, spare_threads
 
 #: A model with one of its task heads.
 BodyAndHead = Candidate[Body]
@@ -198,6 +198,7 @@ class Exchange:
         totals = Totals(self._training, largest)
         sent = torch.zeros(outputs, dtype=torch.bool)
 
+        @spare_threads()
         def read(node: int, content: RecordDict) -> None:
             packed = tensors_in(content, SUMS)
             sums = ClassSums.unpacked(packed, weight.shape, clients.problem_type)

@@ -81,8 +81,9 @@ def fit_with_public_rows(
     )
 
     def read(node: int, content: RecordDict) -> NoisySums:
-        shape = body.unfitted(1.0).weight.shape
-        return NoisySums.unpacked(tensors_in(content, NOISY_SUMS), shape)
+        return NoisySums.unpacked(
+            tensors_in(content, NOISY_SUMS), body.unfitted(1.0).weight.shape
+        )
 
     nodes = [*clients.grid.get_node_ids()]
     content = {PUBLIC: to_arrays(vars(features.clipping))}

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from fedrot.changes import packed_change, with_change
 from fedrot.tensors import same_bits
 
-#: By dtype: tensors of all bits there are.
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -60,7 +59,7 @@ def test_views_and_transposed_tensors_have_the_bits_of_their_values():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "most"), [(torch.float32, 0.5), (torch.bfloat16, 0.1)]
+    ("dtype", "most"), [(torch.float32, 0.55), (torch.bfloat16, 0.1)]
 )
 def test_near_models_are_packed_into_few_bytes(dtype, most):
     generator = torch.Generator().manual_seed(0)

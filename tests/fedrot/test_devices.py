@@ -13,8 +13,10 @@ from functools import cache
 import pytest
 import torch
 
-from fedrot import AlignmentOptions, UpdateError, align
+from fedrot import AlignmentOptions, UpdateError, align, tensors
 from fedrot.aggregation import Fisher, Mean, RegMean
+from fedrot.task_head.fit import fitted_task_heads
+from fedrot.task_head.sums import ClassSums
 from fedrot.tensors import full_float32, spare_threads
 from tests.families import symmetry_for
 from tests.fedrot.oracles import seeded
@@ -232,3 +234,24 @@ def test_beside_busy_processes_one_thread_computes_and_the_setting_returns():
             process.kill()
             process.wait()
     assert counts[-1] == 1
+
+
+def test_a_fit_of_task_heads_leaves_busy_cores_to_others(monkeypatch):
+    counts = []
+    eigh = torch.linalg.eigh
+
+    def noted(matrix):
+        counts.append(torch.get_num_threads())
+        return eigh(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", noted)
+    monkeypatch.setattr(tensors, "_idle_cores", lambda: 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        hot, rows = torch.eye(2).repeat(5, 1).double(), torch.randn(10, 3).double()
+        sums = ClassSums(hot.sum(0), hot.mT @ rows, rows.mT @ rows)
+        fitted_task_heads(sums, [0.5])
+        assert (counts, torch.get_num_threads()) == ([1], 4)
+    finally:
+        torch.set_num_threads(before)

@@ -39,7 +39,7 @@ ROOMS = {
     "fedrot": (
         ("errors",),
         ("tensors",),
-        ("_io",),
+        ("_io", "changes"),
         ("symmetry",),
         ("options", "report", "distances"),
         ("collect",),

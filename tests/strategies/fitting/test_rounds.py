@@ -223,6 +223,26 @@ def test_a_model_travels_once_for_its_head_and_then_as_a_change(case, tmp_path):
     assert files[0].parent.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.parametrize("name", ["single", "pooled", "adapter"])
+def test_a_model_that_clients_build_themselves_is_not_sent(name):
+    """The head is that of clients that build another one, and receive it."""
+    kind, notes = KINDS[name], []
+
+    def another():
+        model = kind.drawn()
+        for parameter in model.parameters():
+            # The base of an adapter stays.
+            parameter.data += float(parameter.requires_grad)
+        return model
+
+    own = [kind.client(*pair) for pair in kind.pairs()]
+    others = [kind.client(*pair, another) for pair in kind.pairs()]
+    found = kind.fitted(noted(own, notes))
+    assert {stage for stage, _ in notes} == {"count", "sum", "evaluate"}
+    assert not any(models for _, models in notes)
+    assert largest_difference(found.arrays, kind.fitted(others).arrays) == 0
+
+
 def test_only_models_of_runs_long_ago_are_deleted(tmp_path):
     names = ("1/a.safetensors", "2/b.safetensors", "1/c")
     old, new, others = (tmp_path / "fedrot-bodies" / name for name in names)

@@ -91,9 +91,9 @@ def answer_with_sums(
     Args:
         app: the client's app.
         setup: returns the model and the rows; called for every request.
-        folder: where the client keeps up to three received models between requests, so
-            that they are sent once: in a folder ``fedrot-bodies`` there; None is the
-            user's folder of caches.
+        folder: where the client keeps up to three models between requests, so that
+            only what has changed is sent: in a folder ``fedrot-bodies`` there; None is
+            the user's folder of caches.
         privacy: which rows the client leaves out of all answers, by default classes
             with fewer than 5 rows, and all sums of fewer than 10 rows; and its record.
 

@@ -71,7 +71,7 @@ def _packed(old: Tensor, new: Tensor) -> Tensor:
 
 def _unpacked(old: Tensor, packed: Tensor) -> Tensor:
     size = old.element_size()
-    every = np.frombuffer(zlib.decompress(packed.numpy()), np.uint8)
+    every = np.frombuffer(zlib.decompress(packed.numpy().data), np.uint8)
     by_value = np.ascontiguousarray(every.reshape(size, old.numel()).T)
     new = by_value.view(f"u{size}")[:, 0] - _middle(size) + _bits(old)
     return torch.from_numpy(new.view(np.uint8)).view(old.dtype).view_as(old)

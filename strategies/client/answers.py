@@ -284,11 +284,13 @@ class _Request:
         training = partial(read_rows, data, "training")
         held_out = read_rows(data, "held_out")
         if stage == COUNT:
-            counts = {
-                name: self._labelled(read_rows(data, name))
-                for name in ("training", "held_out")
-            }
-            return RecordDict({ROWS: MetricRecord(counts)})
+            counts = MetricRecord(
+                {
+                    name: self._labelled(read_rows(data, name))
+                    for name in ("training", "held_out")
+                }
+            )
+            return RecordDict({ROWS: counts})
         if self.silent(data):
             return _withheld()
         if stage == COUNT_CLASSES:

@@ -10,6 +10,7 @@ keep. It is measured in a process of its own whose allocator returns what is fre
 client's adapter, the means of the factors, and copies.
 
     python benchmarks/lora.py [--clients 50] [--rank 16] [--layers 16] [--json FILE]
+    LORA_SHAPE=7b python benchmarks/lora.py --layers 32
 """
 
 from __future__ import annotations
@@ -34,16 +35,24 @@ from fedrot.lora.module_sums import KEPT_RANKS
 sys.path.append(str(Path(__file__).parent.parent))
 from reproductions.lora_rivals import RivalOptions
 
-#: Inputs and outputs of the linear layers of one block.
-SHAPES = {
-    "q_proj": (2048, 2048),
-    "k_proj": (2048, 512),
-    "v_proj": (2048, 512),
-    "o_proj": (2048, 2048),
-    "gate_proj": (2048, 8192),
-    "up_proj": (2048, 8192),
-    "down_proj": (8192, 2048),
-}
+
+def linear_layers(width: int, keys: int, inner: int) -> dict[str, tuple[int, int]]:
+    """Return inputs and outputs of the linear layers of one block."""
+    return {
+        "q_proj": (width, width),
+        "k_proj": (width, keys),
+        "v_proj": (width, keys),
+        "o_proj": (width, width),
+        "gate_proj": (width, inner),
+        "up_proj": (width, inner),
+        "down_proj": (inner, width),
+    }
+
+
+#: LLaMA 3.2 1B, and with LORA_SHAPE=7b in the environment LLaMA 2 7B (32 layers).
+SHAPES = linear_layers(2048, 512, 8192)
+if os.environ.get("LORA_SHAPE") == "7b":
+    SHAPES = linear_layers(4096, 4096, 11008)
 SETTINGS = LoraSettings(alpha=32)
 #: Methods that are timed on one layer.
 METHODS = {
@@ -195,8 +204,8 @@ def main() -> None:
     found = {"seconds": seconds, "adapters": adapters, "speed-up": peer / one}
     print_ = Console(highlight=False).print
     print_(
-        f"{given.clients} adapters of rank {given.rank}, {given.layers} layers of a "
-        "LLaMA 3.2 1B"
+        f"{given.clients} adapters of rank {given.rank}, {given.layers} layers of "
+        f"width {SHAPES['q_proj'][0]}"
     )
     print_(
         f"all layers: {seconds:.1f} s, {adapters:.1f} adapters beside the sums; lost "

@@ -15,10 +15,10 @@ from fedrot.tensors import TensorDict, Tensors, flat_bytes, same_bits
 def packed_change(old: Tensors, new: Tensors) -> TensorDict:
     """Return what turns the tensors ``old`` into ``new``, bit for bit.
 
-    The bits of a value are read as an integer: near values differ by a small one. Its
-    high bytes are nearly always the same, and zlib packs them. Four clients' mean after
-    an epoch of AdamW (rate 5e-4) on MiniLM takes .48 of its size in float32 and .19 in
-    bfloat16 (``docs/results/speed.md``).
+    The bits of a value are read as an integer: near values differ by a small one. The
+    high bytes of these differences are nearly always the same, so zlib packs them well.
+    Four clients' mean after an epoch of AdamW (rate 5e-4) on MiniLM takes .48 of its
+    size in float32 and .19 in bfloat16 (``docs/results/speed.md``).
 
     Args:
         old: by name.
@@ -37,11 +37,13 @@ def packed_change(old: Tensors, new: Tensors) -> TensorDict:
 
 
 def with_change(old: Tensors, change: Tensors) -> TensorDict:
-    """Return the new tensors, given ``packed_change``; others are those of ``old``.
+    """Return the new tensors, given ``packed_change``.
+
+    Tensors without a change are those of ``old``. A change of another model with the
+    same shapes gives wrong tensors: compare hashes.
 
     Raises:
-        zlib.error, ValueError: the change is damaged, or is one of other shapes. One of
-            other models with these shapes raises nothing.
+        zlib.error, ValueError: the change is damaged, or is one of other shapes.
     """
     return {
         name: _unpacked(tensor, change[name]) if name in change else tensor
@@ -55,7 +57,10 @@ def _bits(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _middle(size: int) -> int:
-    """Return an integer of bytes 128. Near ones share its high bytes."""
+    """Return the integer whose bytes are 128.
+
+    Its high bytes stay if a small number is added or subtracted.
+    """
     return int.from_bytes(b"\x80" * size)
 
 

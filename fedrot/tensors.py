@@ -266,15 +266,20 @@ def full_float32() -> Iterator[None]:
 
 
 @contextmanager
-def spare_threads() -> Iterator[None]:
+def spare_threads(most: int = 0) -> Iterator[None]:
     """Use no more of torch's threads than there are idle cores.
 
-    A context and a decorator. In every operation threads wait for each other: with
-    eight busy processes beside them, two threads on two cores need thirty times as long
-    as one. The user's setting, which holds for all threads of the process, is restored.
+    It is a context and a decorator. Threads wait for each other in every operation:
+    beside eight busy processes two of them take thirty times as long as one. Results of
+    another number of threads may differ in their last bits. The user's setting, which
+    holds for all threads of the process, is restored.
+
+    Args:
+        most: so many threads, however many cores are idle; 0: no such number. With 1,
+            results have the same bits on every machine of this kind.
     """
     chosen = torch.get_num_threads()
-    torch.set_num_threads(min(chosen, max(1, _idle_cores())))
+    torch.set_num_threads(min(chosen, most or max(1, _idle_cores())))
     try:
         yield
     finally:

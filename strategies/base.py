@@ -45,7 +45,7 @@ from fedrot.strategies.wire.flower_compat import (
     StageMetrics,
 )
 from fedrot.strategies.wire.lazy_grid import LazyGrid, streamed
-from fedrot.tensors import checked_device, spare_threads
+from fedrot.tensors import checked_device
 
 #: Attributes with data of one round, or of one call of ``start``.
 _OF_ONE_ROUND = (
@@ -266,8 +266,7 @@ class ReplyStrategy(PlaysRounds):
         merge, moved_broadcast = self._played(
             one_pass, Asked(sent, self._clients), record, in_front
         )
-        with spare_threads():
-            arrays, metrics = merge.result(self, moved_broadcast)
+        arrays, metrics = merge.result(self, moved_broadcast)
         if arrays is not None:
             arrays = self.finished(arrays, record)
         ours = record.metrics(self.aligns)

@@ -34,7 +34,7 @@ def fitted_task_head(
     return weights[0], biases[0]
 
 
-@spare_threads()
+@spare_threads(1)
 def fitted_task_heads(
     sums: ClassSums,
     shrinkages: Sequence[float],

@@ -121,8 +121,9 @@ class TaskHeads(NamedTuple):
                 f"and partners {self.partner.tolist()} of heads do not fit a layer of "
                 f"shape {list(shape)}."
             )
-        products = features @ self.weight.to(features).mT
-        return products + self.bias.to(features).unsqueeze(1)
+        return features @ self.weight.to(features).mT + self.bias.to(
+            features
+        ).unsqueeze(1)
 
 
 class _OldLosses(NamedTuple):

@@ -221,7 +221,7 @@ class _Request:
             kept = shelf.read(key, parents)
             return kept or shelf.keep_right(key, tensors_of(model))
         old = shelf.read(parents[0])
-        # A client without the old body says that it lacks the new one.
+        # Without the old body the client lacks the new one, too.
         return old and shelf.keep_right(key, with_change(old, from_arrays(change)))
 
     def line(

@@ -149,10 +149,13 @@ def request(
 ) -> Message:
     """Return the message that asks a node to match its update, or to learn."""
     told = ConfigRecord({**config, CANONICAL: canonical_form, LEARN: learn})
-    content = RecordDict(
-        {ANCHOR: to_arrays(anchor), UPDATE: to_arrays(update), "config": told}
+    return Message(
+        RecordDict(
+            {ANCHOR: to_arrays(anchor), UPDATE: to_arrays(update), "config": told}
+        ),
+        dst_node_id=node,
+        message_type=MESSAGE_TYPE,
     )
-    return Message(content, dst_node_id=node, message_type=MESSAGE_TYPE)
 
 
 def read_moves(message: Message, symmetry: Symmetry) -> tuple[Move, ...]:

@@ -170,7 +170,7 @@ class Clients:
         lacking: list[int] = []
 
         def take(node: int, answer: RecordDict) -> None:
-            if LACKS in answer:
+            if bodies and LACKS in answer:
                 lacking.append(node)
                 return
             answers[node] = read(node, answer)

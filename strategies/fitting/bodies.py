@@ -1,9 +1,9 @@
 """``Body``: a model as the server knows it, and the clients that have kept it.
 
 A request names the bodies that it is about. A client that has answered about a body
-keeps it, and receives later requests without it. Of the body after a round it receives
-the change. A first body is sent to those clients alone that say they lack it: it may be
-the model that they build. A client that has lost a body says so, too.
+keeps it, and receives later requests without it. For the body after a round it receives
+only what changed. A first body is not sent at first, since clients may build the same
+model. Clients that do not, or that have lost a body, say so, and receive it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class Body:
         key: ``hash_of`` what is sent.
         kept_by: the nodes that have answered about the body.
         lacked_by: the nodes that have said that they lack the body.
-        parents: the body before the round, of the same shapes; of the body half way
-            also the one after the round, if their mean has the same bits.
+        built: whether clients may build a model with this body.
+        parents: bodies from which this one is computed. First the body before the
+            round, which has the same shapes. The half-way body also has the body after
+            the round, if clients get its bits as the mean of the two.
     """
 
     arrays: ArrayRecord
@@ -47,13 +49,16 @@ class Body:
     key: str
     kept_by: set[int]
     lacked_by: set[int]
+    built: bool
     parents: tuple[Body, ...] = ()
 
     def has(self, node: int) -> bool:
-        """Return whether a node is known to have the body, or both its parents."""
-        parents = self.parents
-        both = len(parents) > 1 and all(body.has(node) for body in parents)
-        return both or node in self.kept_by
+        """Return whether a node is known to have the body, or to compute it.
+
+        The new body is asked about before the half-way one, or in the same request.
+        """
+        computes = len(self.parents) > 1 and self.parents[0].has(node)
+        return computes or node in self.kept_by
 
     def lost_by(self, nodes: Iterable[int]) -> None:
         """Note that nodes lack the body, or what it is computed from."""
@@ -62,13 +67,14 @@ class Body:
             lost.kept_by.difference_update(nodes)
 
     def to_send(self, node: int, place: int) -> dict[str, ArrayRecord]:
-        """Return what a request has for a node that is to have the body, by name.
+        """Return the records that bring the body to a node: nothing, what changed, or
+        the whole model.
 
         Args:
             place: among the bodies of the request.
         """
-        is_first = not self.parents and node not in self.lacked_by
-        if self.has(node) or is_first:
+        may_build = self.built and node not in self.lacked_by
+        if self.has(node) or may_build:
             return {}
         if self.parents and self.parents[0].has(node):
             return {f"{CHANGE}-{place}": self.change}
@@ -76,9 +82,9 @@ class Body:
 
     @cached_property
     def change(self) -> ArrayRecord:
-        """What has changed since the body before the round, without the task head."""
+        """What changed since the body before the round, without the task head."""
         old, new = (from_arrays(body.sent) for body in (self.parents[0], self))
-        # Clients have kept the body before with another head.
+        # A client may have kept the old body with other values in the head.
         for name in new.keys() & task_head_names(self.task_head):
             old[name] = new[name]
         return to_arrays(packed_change(old, new))

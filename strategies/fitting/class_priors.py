@@ -54,14 +54,16 @@ def class_priors(
     Raises:
         FedrotError: no client gives a usable answer, or none has labelled rows.
     """
-    clients = Clients(
-        grid,
-        problem_type=problem_type_of(model_config),
-        config=config,
-        timeout=timeout,
-        described=model_config,
+    return priors_of(
+        Clients(
+            grid,
+            problem_type=problem_type_of(model_config),
+            config=config,
+            timeout=timeout,
+            described=model_config,
+        ),
+        outputs_of(model_config),
     )
-    return priors_of(clients, outputs_of(model_config))
 
 
 def priors_of(clients: Clients, outputs: int) -> list[float]:

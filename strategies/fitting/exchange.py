@@ -198,10 +198,11 @@ class Exchange:
         totals = Totals(self._training, largest)
         sent = torch.zeros(outputs, dtype=torch.bool)
 
-        @spare_threads()
+        @spare_threads(1)
         def read(node: int, content: RecordDict) -> None:
-            packed = tensors_in(content, SUMS)
-            sums = ClassSums.unpacked(packed, weight.shape, clients.problem_type)
+            sums = ClassSums.unpacked(
+                tensors_in(content, SUMS), weight.shape, clients.problem_type
+            )
             totals.add(node, sums)
             # Of several labels the first count is that of all rows.
             sent.logical_or_(sums.counts[-outputs:] > 0)

@@ -95,7 +95,7 @@ def fit_task_head(
         if not isinstance(public, PublicRows):
             raise FedrotError("public has to be a PublicRows(build, batches).")
         return fit_with_public_rows(
-            clients, fitting.body(arrays, clients.task_head), public
+            clients, fitting.body(arrays, clients.task_head, built=True), public
         )
     result = fitting.fit(clients, arrays)
     result.log("Task head")
@@ -199,7 +199,7 @@ class TaskHeadFitting:
                 all rounds.
             half: whether the model half way is a candidate; needs equal shapes.
         """
-        after = self.body(new, clients.task_head)
+        after = self.body(new, clients.task_head, built=old is None)
         before = after if old is None else self.body(old, clients.task_head)
         bodies = {1.0: after}
         if half and old is not None:
@@ -217,11 +217,24 @@ class TaskHeadFitting:
         self.kept_by = {body.key: body.kept_by for body in (before, *bodies.values())}
         return result
 
-    def body(self, arrays: ArrayRecord, task_head: str) -> Body:
-        """Return a model as it is sent, with the clients that have kept its body."""
+    def body(self, arrays: ArrayRecord, task_head: str, built: bool = False) -> Body:
+        """Return a model as it is sent, with the clients that have kept its body.
+
+        Args:
+            built: whether clients may build it; not with another precision of the wire.
+        """
         tensors = from_arrays(arrays)
         sent = arrays if self.wire is None else to_arrays(tensors, self.wire)
         key = hash_of(from_arrays(sent), task_head)
         kept_by = self.kept_by.setdefault(key, set())
         lacked_by = self.lacked_by.setdefault(key, set())
-        return Body(arrays, tensors, task_head, sent, key, kept_by, lacked_by)
+        return Body(
+            arrays,
+            tensors,
+            task_head,
+            sent,
+            key,
+            kept_by,
+            lacked_by,
+            built and not self.wire,
+        )

@@ -170,7 +170,8 @@ def reported(
     priors: Sequence[float],
 ) -> Sites:
     """Return ``report_sites``, with the bodies that clients have kept."""
-    before, after = (fitting.body(of, clients.task_head) for of in (first, arrays))
+    before = fitting.body(first, clients.task_head, built=True)
+    after = fitting.body(arrays, clients.task_head)
     head = after.unfitted(1.0)
     outputs = len(head.bias)
     if not len(priors):

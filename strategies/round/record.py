@@ -22,7 +22,7 @@ from fedrot.strategies.reporting import verdict
 from fedrot.strategies.reporting.verdict import Metrics, Row
 from fedrot.strategies.round.update import Moved
 from fedrot.strategies.wire.arrays import from_arrays, model_hash
-from fedrot.tensors import Tensors, check_finite
+from fedrot.tensors import Tensors, check_finite, spare_threads
 
 #: Versions of what computes a round, for rows with hashes.
 VERSIONS = {
@@ -131,7 +131,8 @@ class RoundRecord:
     def finite(self, arrays: ArrayRecord) -> bool:
         """Return whether a new model is finite; if not, the round fails."""
         try:
-            check_finite(from_arrays(arrays))
+            with spare_threads():
+                check_finite(from_arrays(arrays))
         except UpdateError as error:
             self.lose(f"the aggregation is not finite. {error}")
             return False

@@ -20,7 +20,7 @@ MESSAGE_TYPE = f"query.{ACTION}"
 MODEL = "fedrot-model"
 TASK_HEADS = "fedrot-heads"
 
-#: In place of a body: what has changed since the body before the round.
+#: In place of a body: what changed since the body before the round.
 CHANGE = "fedrot-change"
 
 #: Records of an answer: numbers of rows, sums of features, losses, or that the client
@@ -54,7 +54,8 @@ TASK_HEAD = "fedrot-task-head"
 PROBLEM_TYPE = "fedrot-problem-type"
 
 #: Further keys: hashes of the request's bodies, of all that the client shall keep, and
-#: of those before and after the round, from which others are computed.
+#: of those from which clients compute others: that before the round, then maybe the
+#: one after it.
 BODIES = "fedrot-bodies"
 KEEP = "fedrot-keep"
 PARENTS = "fedrot-parents"

@@ -236,7 +236,9 @@ def test_beside_busy_processes_one_thread_computes_and_the_setting_returns():
     assert counts[-1] == 1
 
 
-def test_a_fit_of_task_heads_leaves_busy_cores_to_others(monkeypatch):
+def test_a_fit_of_task_heads_has_the_bits_of_one_thread_however_many_cores_are_idle(
+    monkeypatch,
+):
     counts = []
     eigh = torch.linalg.eigh
 
@@ -245,7 +247,7 @@ def test_a_fit_of_task_heads_leaves_busy_cores_to_others(monkeypatch):
         return eigh(matrix)
 
     monkeypatch.setattr(torch.linalg, "eigh", noted)
-    monkeypatch.setattr(tensors, "_idle_cores", lambda: 0)
+    monkeypatch.setattr(tensors, "_idle_cores", lambda: 8)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:

@@ -82,5 +82,4 @@ def _signal(squares: Tensor, errors: Tensor) -> Tensor:
     little above 0 at least.
     """
     precision = errors.square().reciprocal()
-    estimate = (precision * (squares - errors)).sum() / precision.sum()
-    return estimate.clamp(min=1e-6)
+    return ((precision * (squares - errors)).sum() / precision.sum()).clamp(min=1e-6)

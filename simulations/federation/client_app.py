@@ -120,14 +120,25 @@ class ClientJob:
 
     def model(self, tensors: Tensors | None = None) -> nn.Module:
         """Return the client's model, with these tensors or to load weights into."""
-        ranks = self.task.experiment.ranks
-        loads = self.settings["loads"]
-        model = _empty_model(
-            self.settings["experiment"], ranks[self.client % len(ranks)], loads
-        )
+        model, _ = self._kept
         if tensors is not None:
-            load_tensors(model, tensors, loads)
+            load_tensors(model, tensors, self.settings["loads"])
         return model
+
+    def built(self) -> nn.Module:
+        """Return the client's model as it was built."""
+        model, first = self._kept
+        load_tensors(model, first, "")
+        return model
+
+    @property
+    def _kept(self) -> tuple[nn.Module, Tensors]:
+        ranks = self.task.experiment.ranks
+        return _empty_model(
+            self.settings["experiment"],
+            ranks[self.client % len(ranks)],
+            self.settings["loads"],
+        )
 
     def batches(self, rows: np.ndarray, size: int, limit: int = 0, **of: Any) -> Any:
         """Return batches of these rows, in random order.
@@ -142,8 +153,12 @@ class ClientJob:
 
 
 @lru_cache(maxsize=4)
-def _empty_model(experiment_json: str, rank: int | None, loads: str) -> nn.Module:
-    """Return a model to load weights into; loading takes less time than building.
+def _empty_model(
+    experiment_json: str, rank: int | None, loads: str
+) -> tuple[nn.Module, Tensors]:
+    """Return a model to load weights into, and its first tensors.
+
+    Loading takes less time than building.
 
     Adapters have one model per rank and loader: a plug-in's loader may change base
     weights.
@@ -151,7 +166,8 @@ def _empty_model(experiment_json: str, rank: int | None, loads: str) -> nn.Modul
     # Clients share the machine's cores; more threads than cores are slower.
     torch.set_num_threads(1)
     task = task_of(experiment_json)
-    return build_model(task.experiment, task.data, seed=0, rank=rank)
+    model = build_model(task.experiment, task.data, seed=0, rank=rank)
+    return model, tensors_of(model)
 
 
 def _labelled(message: Message, context: Context) -> LabelledRows:
@@ -159,7 +175,7 @@ def _labelled(message: Message, context: Context) -> LabelledRows:
     test_rows = own_test_rows(job.task, job.seed, job.client)
     test = partial(job.batches, test_rows, HEAD_BATCH, split=job.task.test)
     rows = LabelledRows(
-        job.model,
+        job.built,
         partial(job.batches, job.rows(), HEAD_BATCH),
         partial(job.batches, job.rows(held_out=True), HEAD_BATCH),
         test=test,

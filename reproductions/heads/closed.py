@@ -60,8 +60,11 @@ def from_means(
 
 
 def of_fedrot(total: ClassSums, shrinkages: Sequence[float]) -> Head:
-    """Return fedrot's heads of all shrinkages, with logits of bounded size."""
-    like = Candidate("", total.sums, total.counts)
+    """Return fedrot's heads of all shrinkages, with logits of bounded size.
+
+    Classes without rows have weights 0.
+    """
+    like = Candidate("", torch.zeros_like(total.sums), total.counts)
     fitted = with_fitted_task_heads(like, total, shrinkages, bias=True)
     weights = torch.stack([candidate.weight for candidate in fitted])
     return weights, torch.stack([candidate.bias for candidate in fitted])

@@ -100,6 +100,10 @@ def test_discriminants_and_ridges_are_those_of_sklearn():
             standard, LABELS
         )
         np.testing.assert_allclose(found, lda.predict_proba(standard), atol=1e-6)
+    weight, bias = closed.of_fedrot(total, SHRINKAGES)
+    # A class without rows has no direction.
+    assert not weight[:, 3].any()
+    assert not (closed.scores(FEATURES, (weight, bias)).argmax(-1) == 3).any()
     spread = 60 * FEATURES.double().var(0, correction=0).mean()
     for found, strength in zip(
         closed.scores(FEATURES, closed.ridge(total)), closed.RIDGES, strict=True

@@ -205,7 +205,8 @@ def sites_table(rows: Path, ours: str = "ours-lowest/own") -> None:
     """Print means over the runs in ROWS of `sites-gains`, the best rival of every cell,
     and the measures of global models on all test rows.
 
-    Sites with fewer than 20 training rows count in the means, not as worst site.
+    Sites with fewer than 20 training rows count in the means, not as worst site. Rows
+    without a gain, because answers to single test rows are lacking, have accuracies.
     """
     import pandas
 
@@ -216,8 +217,9 @@ def sites_table(rows: Path, ours: str = "ours-lowest/own") -> None:
     frame = every[every["site"] >= 0]
     large = frame[frame["rows"] >= FEWEST]
     half = 1.96 * frame["error"]
-    frame["not worse"] = frame["gain"] + half >= 0
-    frame["better"] = frame["gain"] - half > 0
+    known = frame["gain"].notna()
+    frame["not worse"] = (frame["gain"] + half >= 0).astype(float).where(known)
+    frame["better"] = (frame["gain"] - half > 0).astype(float).where(known)
     measures = ["accuracy", "balanced", "loss", "ece", "not worse", "better"]
     means = frame.groupby(["arm", *RUN], observed=True)[measures].mean()
     worst = large.groupby(["arm", *RUN], observed=True)["accuracy"].min()

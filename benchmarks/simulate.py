@@ -31,8 +31,9 @@ from flwr.simulation import run_simulation
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.cell_run import CellRun
 from fedrot.simulations.federation.client_app import app as client_app
-from fedrot.simulations.models import load_tensors, tensors_of
+from fedrot.simulations.models import load_tensors
 from fedrot.simulations.tasks.training import evaluate
+from fedrot.strategies.wire.loaded_model import tensors_of
 
 #: Seconds between two looks at the processes of a run.
 PAUSE = 0.1

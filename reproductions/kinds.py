@@ -19,7 +19,7 @@ from fedrot.simulations.comparison.summary import BOUNDS
 from fedrot.simulations.federation.cell_run import CellRun
 from fedrot.simulations.federation.cells import RUNS, CellStrategy, run_federated
 from fedrot.simulations.federation.own_rows import finish_round
-from fedrot.simulations.models import LOADERS, model_config, tensors_of
+from fedrot.simulations.models import LOADERS, model_config
 from fedrot.simulations.scenario import Scenario
 from fedrot.simulations.strategy import KINDS, NAMED, Strategy, refuse_unread
 from fedrot.simulations.tasks import training
@@ -27,6 +27,7 @@ from fedrot.simulations.tasks.task_registry import TASKS, named_tasks
 from fedrot.strategies import FedRot
 from fedrot.strategies.round.aligner import Aligner
 from fedrot.strategies.round.update import Moved, Update
+from fedrot.strategies.wire.loaded_model import tensors_of
 from fedrot.tensors import Tensors
 from reproductions.adapter_symmetry import ADAPTERS, adapter_symmetry
 from reproductions.ensemble import Ensemble, with_state

@@ -22,12 +22,13 @@ from fedrot.simulations.engine import Machine
 from fedrot.simulations.experiment import Experiment
 from fedrot.simulations.federation.cell_run import CellRun
 from fedrot.simulations.federation.cells import strategy_of
-from fedrot.simulations.models import build_model, tensors_of
+from fedrot.simulations.models import build_model
 from fedrot.simulations.run_folder import Cell, Row
 from fedrot.simulations.strategy import NAMED, Strategy
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of
 from fedrot.strategies.fitting.result import FEW
+from fedrot.strategies.wire.loaded_model import tensors_of
 from fedrot.symmetry import symmetry_of
 from fedrot.task_head.names import adapter_task_head_of, task_head_of
 

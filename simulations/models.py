@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from torch.nn import Module
 
 from fedrot.errors import FedrotError
-from fedrot.lora import adapter_tensors, load_adapter
+from fedrot.lora import load_adapter
 from fedrot.simulations.data.labels import PROBLEM_TYPES
 from fedrot.simulations.data.read import listed
 from fedrot.simulations.model_labels import labels_of, places_of
@@ -282,16 +281,6 @@ def _with_adapter(model: Any, adapter: Settings, task_type: str) -> Module:
         raise FedrotError(
             f"lora: PEFT cannot adapt this {type(model).__name__}: {error}"
         ) from error
-
-
-def tensors_of(model: Module) -> dict[str, Tensor]:
-    """Return copies of the tensors that clients and server exchange.
-
-    These are all, or those of the adapter.
-    """
-    if hasattr(model, "peft_config"):
-        return adapter_tensors(model)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 #: Functions that load an adapter, by the name that the server sends. Plug-ins add

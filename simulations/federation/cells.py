@@ -22,7 +22,6 @@ from fedrot.simulations.federation.grids import OrderedGrid
 from fedrot.simulations.federation.own_rows import OwnRows, finish_round
 from fedrot.simulations.models import (
     load_tensors,
-    tensors_of,
 )
 from fedrot.simulations.run_folder import Cell, read_rows
 from fedrot.simulations.tasks import training
@@ -37,6 +36,7 @@ from fedrot.strategies import (
 from fedrot.strategies.base import ReplyStrategy
 from fedrot.strategies.client.moves import OTHER_BASIS_OPTIONS
 from fedrot.strategies.round.asked import CLIENT_KEY, CLIENT_RECORD
+from fedrot.strategies.wire.loaded_model import tensors_of
 from fedrot.symmetry import symmetry_of
 
 

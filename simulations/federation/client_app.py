@@ -33,7 +33,6 @@ from fedrot.simulations.models import (
     build_model,
     load_tensors,
     model_config,
-    tensors_of,
 )
 from fedrot.simulations.scenario import Settings
 from fedrot.simulations.tasks import training
@@ -54,6 +53,7 @@ from fedrot.strategies.wire.fitting_messages import (
     REPORT,
     STAGE,
 )
+from fedrot.strategies.wire.loaded_model import tensors_of
 from fedrot.strategies.wire.statistics_record import (
     statistics_record,
     wanted_statistics,

@@ -24,12 +24,13 @@ from fedrot.simulations.comparison.site_gains import (
 from fedrot.simulations.data.partition import parse_partition, partition_keys
 from fedrot.simulations.data.read import clean
 from fedrot.simulations.federation.cell_run import CellRun
-from fedrot.simulations.models import load_tensors, tensors_of
+from fedrot.simulations.models import load_tensors
 from fedrot.simulations.saved.load import save_model
 from fedrot.simulations.scenario import Settings
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task
 from fedrot.strategies import report_sites
+from fedrot.strategies.wire.loaded_model import tensors_of
 
 #: Most test rows that are drawn for a site.
 MOST = 200

@@ -21,6 +21,7 @@ from fedrot.simulations.pretrained import PACKAGED, loading, pad_id_of, source_o
 from fedrot.simulations.tasks.task_registry import TASKS
 from fedrot.strategies import PooledClassifier
 from fedrot.strategies.wire.arrays import from_arrays, to_arrays
+from fedrot.strategies.wire.loaded_model import tensors_of
 from tests.simulations.tasks.cases import (
     SIZES,
     experiment_of,
@@ -131,12 +132,12 @@ def test_training_does_not_depend_on_the_precision_of_a_file(name, dtype, tmp_pa
     model = model_for(task_for(case, model=str(folder), architecture="", **changes))
     assert {own.dtype for own in model.parameters()} == {torch.float32}
     fresh = parts(model)
-    tensors = models.tensors_of(model)
+    tensors = tensors_of(model)
     received = {
         name: t + 1 for name, t in from_arrays(to_arrays(tensors, None)).items()
     }
     models.load_tensors(model, received)
-    assert equal(models.tensors_of(model), received)
+    assert equal(tensors_of(model), received)
     # What was taken is a copy.
     assert not any(
         torch.equal(own, received[key]) for key, own in tensors.items() if len(own)
@@ -258,7 +259,7 @@ def test_an_adapter_is_as_it_was_asked_for_on_one_base(pretrained):
     assert equal(first, same)
     wide = built(pretrained, rank=5, **plain).state_dict()
     assert {len(wide[name]) for name in drawn} == {5}
-    assert models.tensors_of(model).keys() == adapter_tensors(model).keys()
+    assert tensors_of(model).keys() == adapter_tensors(model).keys()
 
 
 def test_an_adapter_that_cannot_be_is_refused(pretrained, monkeypatch):

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot._io import replacing
-from fedrot.simulations.federation.own_rows import own_test_rows
 from fedrot.simulations.models import (
     build_model,
     load_tensors,
@@ -50,7 +49,6 @@ from fedrot.strategies.wire.arrays import STATISTICS
 from fedrot.strategies.wire.fitting_messages import (
     COUNT_CLASSES,
     PROBLEM_TYPE,
-    REPORT,
     STAGE,
 )
 from fedrot.strategies.wire.loaded_model import tensors_of
@@ -140,15 +138,13 @@ class ClientJob:
             self.settings["loads"],
         )
 
-    def batches(self, rows: np.ndarray, size: int, limit: int = 0, **of: Any) -> Any:
+    def batches(self, rows: np.ndarray, size: int, limit: int = 0) -> Any:
         """Return batches of these rows, in random order.
 
-        They have at most ``limit`` rows in all; 0: no limit. ``of`` may have the
-        ``split``.
+        They have at most ``limit`` rows in all; 0: no limit.
         """
-        most = limit or len(rows)
         return training.step_batches(
-            self.task, self.model(), rows, most, size, self.stream, **of
+            self.task, self.model(), rows, limit or len(rows), size, self.stream
         )
 
 
@@ -172,17 +168,13 @@ def _empty_model(
 
 def _labelled(message: Message, context: Context) -> LabelledRows:
     job = ClientJob.read(message, context)
-    test_rows = own_test_rows(job.task, job.seed, job.client)
-    test = partial(job.batches, test_rows, HEAD_BATCH, split=job.task.test)
     rows = LabelledRows(
         job.built,
         partial(job.batches, job.rows(), HEAD_BATCH),
         partial(job.batches, job.rows(held_out=True), HEAD_BATCH),
-        test=test,
-        name=str(job.client),
     )
-    # What sites have is measured here on all their rows, for all strategies.
-    if job.settings[STAGE] in (REPORT, COUNT_CLASSES):
+    # Priors are those of all rows, for all strategies.
+    if job.settings[STAGE] == COUNT_CLASSES:
         return rows
     fewest = job.task.experiment.min_class_rows
     privacy = Privacy(fewest, USUAL_PRIVACY.min_rows if fewest > 1 else 1)

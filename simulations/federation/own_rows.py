@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from flwr.app import ArrayRecord, ConfigRecord
 from numpy import ndarray
 from numpy.random import default_rng
 
@@ -24,12 +23,12 @@ from fedrot.simulations.comparison.site_gains import (
 from fedrot.simulations.data.partition import parse_partition, partition_keys
 from fedrot.simulations.data.read import clean
 from fedrot.simulations.federation.cell_run import CellRun
+from fedrot.simulations.federation.site_heads import heads_at_sites
 from fedrot.simulations.models import load_tensors
 from fedrot.simulations.saved.load import save_model
 from fedrot.simulations.scenario import Settings
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task
-from fedrot.strategies import report_sites
 from fedrot.strategies.wire.loaded_model import tensors_of
 
 #: Most test rows that are drawn for a site.
@@ -85,39 +84,37 @@ class OwnRows:
         self.cell = cell
         self.task = cell.task
         self.clients = cell.client_rows(held_out=False)
+        self.test_rows = {
+            client: own_test_rows(self.task, cell.seed, client)
+            for client in self.clients
+        }
 
     def measure_federated(self, model: Any, priors: Sequence[float]) -> None:
-        """Add rows of the last global model, and of what sites have from it."""
+        """Add rows of the last global model, and of what sites have from it.
+
+        Those of a classifier are what sites would report in a live run.
+        """
         tuned = self.cell.strategy.kind == "local_finetuning"
-        site_models = () if tuned else (OWN,)
+        heads = (GLOBAL,) if tuned else (GLOBAL, OWN)
         if self.task.objective.classifies and not self.task.data.domains:
-            self._report(model, priors, ALONE, GLOBAL, *site_models)
+            # The model may have no head, or no site test rows.
+            with suppress(FedrotError):
+                for client, measure, values in heads_at_sites(
+                    self.cell, model, priors, self.test_rows
+                ):
+                    # Of a tuned model, the site's own is measured below.
+                    named = dict(zip((ALONE, *heads), values, strict=False))
+                    self._record(client, measure, named)
         else:
             for client in self.clients:
-                self._measure(model, client, GLOBAL, *site_models)
+                self._measure(model, client, *heads)
         if tuned:
             self.train_on(model, 1.0)
-
-    def _report(self, model: Any, priors: Sequence[float], *heads: str) -> None:
-        """Add rows of what the sites of a classifier report, as in a live run."""
-        cell = self.cell
-        with suppress(FedrotError):  # No site has test rows, or the model has no head.
-            sites = report_sites(
-                cell.grid,
-                ArrayRecord(tensors_of(model)),
-                cell.settings_of(model),
-                first=ArrayRecord(tensors_of(cell.model())),
-                priors=priors,
-                config=ConfigRecord(cell.job),
-            )
-            for row in sites.rows:
-                values = {head: row[head][sites.measure] for head in heads}
-                self._record(int(row["site"]), sites.measure, values)
 
     def _measure(self, model: Any, client: int, *heads: str) -> None:
         """Add rows of a model as it is, at one site."""
         task = self.task
-        rows = own_test_rows(task, self.cell.seed, client)
+        rows = self.test_rows[client]
         scores = training.evaluate(model, task, task.test, rows)
         metric = "accuracy" if "accuracy" in scores else "loss"
         if len(rows):
@@ -125,10 +122,9 @@ class OwnRows:
 
     def _record(self, client: int, metric: str, values: Settings) -> None:
         """Add a site's rows of values by head."""
-        seed = self.cell.seed
         metrics = {f"{head}-{metric}": value for head, value in values.items()}
-        metrics[TEST_ROWS] = len(np.unique(own_test_rows(self.task, seed, client)))
-        scope = f"{OF_SITE}{self.task.site(seed, client)}"
+        metrics[TEST_ROWS] = len(np.unique(self.test_rows[client]))
+        scope = f"{OF_SITE}{self.task.site(self.cell.seed, client)}"
         self.cell.record(scope, self.cell.experiment.rounds, metrics)
 
     def train_on(self, model: Any, epochs: float) -> None:

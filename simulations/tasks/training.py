@@ -151,13 +151,9 @@ def step_batches(
     limit: int,
     size: int,
     seed: int,
-    split: Encoded | None = None,
 ) -> Iterator[Batch]:
-    """Yield at most ``limit`` random rows, in batches of at most ``size``.
-
-    They are of the training split, or of ``split``.
-    """
-    encoded = split or task.train
+    """Yield at most ``limit`` random rows, in batches of at most ``size``."""
+    encoded = task.train
     rng = default_rng(seed)
     chosen = rng.permutation(task.objective.usable(encoded, rows))[:limit]
     for places in batches(encoded, chosen, size, rng):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord
+from flwr.clientapp import ClientApp
 from transformers import AutoModelForSequenceClassification
 
 from fedrot.simulations.experiment import Experiment
@@ -16,7 +19,9 @@ from fedrot.simulations.federation.grids import OrderedGrid, local_clients
 from fedrot.simulations.federation.own_rows import FEWEST, MOST, own_test_rows
 from fedrot.simulations.run_folder import cells_of
 from fedrot.simulations.tasks import training
+from fedrot.simulations.tasks.objective import model_inputs
 from fedrot.simulations.tasks.training import task_of
+from fedrot.strategies import LabelledRows, Privacy, answer_with_sums, report_sites
 from fedrot.strategies.wire.flower_compat import outside_of_the_engine
 from tests.simulations.data.files import write
 from tests.simulations.tasks.cases import SMALL, experiment_of
@@ -154,6 +159,60 @@ def test_other_kinds_of_labels(case, metric, alone, tmp_path):
     # Each label has a shift of its own, and a regression the mean residual.
     unlike = np.not_equal(values[f"own-{metric}"], values[f"global-{metric}"])
     assert unlike.any() == alone
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"partition": "pathological:2"},
+        {"case": "multi"},
+        {"case": "regression"},
+        {"case": "gpt2"},
+    ],
+    ids=str,
+)
+def test_heads_have_the_values_that_the_sites_themselves_report(fields, tmp_path):
+    given = {"strategies": ["fedavg"], "seeds": [3], "rounds": 1, "holdout": 0.25}
+    given |= {"clients": 3, "partition": "dirichlet:1"} | fields
+    experiment = experiment_of(given.pop("case", "bert"), **given)
+    values, run = played(experiment, tmp_path, tmp_path / "saved")
+    task = task_for(experiment)
+    first = run.model()
+    last = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+
+    def batches(split, rows):
+        for row in rows:
+            batch = model_inputs(first, split.batch(np.array([row])))
+            yield {**batch, "labels": split.targets(np.array([row]))}
+
+    def node(client):
+        training_rows, held_out = task.client_rows(3, client)
+        rows = LabelledRows(
+            run.model,
+            partial(batches, task.train, training_rows),
+            partial(batches, task.train, held_out),
+            test=partial(batches, task.test, own_test_rows(task, 3, client)),
+            name=str(client),
+        )
+        site = ClientApp()
+        answer_with_sums(site, lambda message, context: rows, privacy=Privacy(1, 1))
+        return site
+
+    grid = local_clients(app, 3)
+    for client in range(3):
+        grid.nodes[client] = partial(node(client), **grid.nodes[client].keywords)
+    with outside_of_the_engine():
+        sites = report_sites(
+            grid,
+            ArrayRecord(last.state_dict()),
+            last.config,
+            first=ArrayRecord(first.state_dict()),
+        )
+    # A regression alone makes more of the rounding of features without padding.
+    for head, most in (("own", 1e-6), ("global", 1e-6), ("alone", 1e-3)):
+        reported = [row[head][sites.measure] for row in sites.rows]
+        assert values[f"{head}-{sites.measure}"] == pytest.approx(reported, abs=most)
 
 
 # The two strategies

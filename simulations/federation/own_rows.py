@@ -23,7 +23,7 @@ from fedrot.simulations.comparison.site_gains import (
 from fedrot.simulations.data.partition import parse_partition, partition_keys
 from fedrot.simulations.data.read import clean
 from fedrot.simulations.federation.cell_run import CellRun
-from fedrot.simulations.federation.site_heads import heads_at_sites
+from fedrot.simulations.federation.site_heads import task_heads_at_sites
 from fedrot.simulations.models import load_tensors
 from fedrot.simulations.saved.load import save_model
 from fedrot.simulations.scenario import Settings
@@ -99,7 +99,7 @@ class OwnRows:
         if self.task.objective.classifies and not self.task.data.domains:
             # The model may have no head, or no site test rows.
             with suppress(FedrotError):
-                for client, measure, values in heads_at_sites(
+                for client, measure, values in task_heads_at_sites(
                     self.cell, model, priors, self.test_rows
                 ):
                     # Of a tuned model, the site's own is measured below.

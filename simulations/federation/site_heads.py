@@ -1,4 +1,4 @@
-"""``heads_at_sites``: what heads are worth at the sites of a simulation.
+"""``task_heads_at_sites``: what heads are worth at the sites of a simulation.
 
 They are those of ``report_sites``, where every site runs the models on its rows. Here
 each row is run once, whatever the number of sites that test on it.
@@ -31,7 +31,7 @@ from fedrot.task_head.site_figures import site_figures
 from fedrot.tensors import TensorDict
 
 
-def heads_at_sites(
+def task_heads_at_sites(
     cell: CellRun,
     model: nn.Module,
     priors: Sequence[float],
@@ -111,10 +111,10 @@ def _read(
         model_inputs(model, task.objective.batch(split, some)) for some in in_order
     )
     problem_type = problem_type_of(model.config)
-    found = labelled_rows(model, batches, problem_type, task_head)
+    of_batches = labelled_rows(model, batches, problem_type, task_head)
     places = np.zeros(len(split), dtype=np.int64)
     places[np.concatenate(in_order)] = range(len(rows))
-    values, labels, _ = zip(*found, strict=True)
+    values, labels, _ = zip(*of_batches, strict=True)
     return {
         # Models compute in float32, of which ``labelled_rows`` makes float64.
         "features" if task_head else "logits": torch.cat(values)[places].float(),

@@ -247,20 +247,18 @@ class _Request:
         sent, every = (
             rows_noted(read_rows(rows, name), kind, salt) for rows in (kept, data)
         )
-        left_out = {
-            "rows": every["rows"] - sent["rows"],
-            "classes": len(every["classes"] - sent["classes"]),
-        }
-        # A server may name a body otherwise.
-        hashes = [hash_of(body, self._task_head)[:16] for body in bodies]
         return {
             "round": self.config.get("server-round"),
             "stage": stage,
             "of": name,
             **sent,
             "classes": len(sent["classes"]),
-            "bodies": hashes,
-            "left_out": left_out,
+            # A server may name a body otherwise.
+            "bodies": [hash_of(body, self._task_head)[:16] for body in bodies],
+            "left_out": {
+                "rows": every["rows"] - sent["rows"],
+                "classes": len(every["classes"] - sent["classes"]),
+            },
             "withheld": self.silent(data) or sent["rows"] < 1 <= every["rows"],
         }
 
@@ -280,71 +278,74 @@ class _Request:
             noise: the multiplier of noisy sums; see ``noisy_sums``.
         """
         stage = self.config[STAGE]
-        kind = self._task_head, self._problem_type
-        training = partial(read_rows, data, "training")
+        training = read_rows(data, "training")
         held_out = read_rows(data, "held_out")
         if stage == COUNT:
-            counts = MetricRecord(
+            numbers = MetricRecord(
                 {
-                    name: self._labelled(read_rows(data, name))
-                    for name in ("training", "held_out")
+                    "training": self._labelled(training),
+                    "held_out": self._labelled(held_out),
                 }
             )
-            return RecordDict({ROWS: counts})
-        if self.silent(data):
-            return _withheld()
+            return RecordDict({ROWS: numbers})
         if stage == COUNT_CLASSES:
-            by_class = collect_counts(model, training(), self._problem_type)
-            return RecordDict({COUNTS: to_arrays({"counts": by_class})})
-        records = sorted(self._arrays.items())
-        heads = [from_arrays(arrays) for name, arrays in records if TASK_HEADS in name]
+            counts = {"counts": collect_counts(model, training, self._problem_type)}
+            return RecordDict({COUNTS: to_arrays(counts)})
         if stage == REPORT:
-            last = with_task_head(
-                bodies[-1], self._task_head, heads[0]["weight"], heads[0]["bias"]
-            )
-            bodies = [bodies[0], last]
+            return self._report(model, data, bodies)
         # One model receives the bodies one after the other.
         models = (loaded(model, body) for body in bodies)
         if stage == NOISY_SUM:
-            arrays = to_arrays(
-                noisy_sums(
-                    next(models),
-                    training(),
-                    self._task_head,
-                    Clipping(**from_arrays(self._arrays[PUBLIC])),
-                    noise,
-                ).packed()
-            )
-            return RecordDict({NOISY_SUMS: arrays})
+            clipping = Clipping(**from_arrays(self._arrays[PUBLIC]))
+            noisy = noisy_sums(next(models), training, self._task_head, clipping, noise)
+            return RecordDict({NOISY_SUMS: to_arrays(noisy.packed())})
         if stage == SUM:
-            sums = collect_classes(next(models), training(), *kind)
+            sums = collect_classes(
+                next(models), training, self._task_head, self._problem_type
+            )
             _warn_of_few(self._run, sums)
             return RecordDict({SUMS: to_arrays(sums.packed())})
-        if stage == REPORT:
-            chosen_by = [*held_out]
-            test = chosen_by if data.test is None else [*read_rows(data, "test")]
-            if not (self._labelled(training()) and self._labelled(test)):
-                return _withheld()
-            judges = chosen_by if self._labelled(chosen_by) else []
-            figures = site_figures(
-                models, heads[0]["priors"], training, judges, test, *kind
-            )
-            return RecordDict(
-                {
-                    FIGURES: to_arrays(figures),
-                    SITE: ConfigRecord(
-                        {"name": str(data.name), "chose": data.test is None}
-                    ),
-                }
-            )
         if self._task_head:
-            task_heads = [TaskHeads(**tensors) for tensors in heads]
+            task_heads = [
+                TaskHeads(**from_arrays(self._arrays[name]))
+                for name in sorted(self._arrays)
+                if TASK_HEADS in name
+            ]
             losses = compare_losses(
                 models, [*held_out], self._task_head, task_heads, self._problem_type
             )
         else:
             losses = collect_losses(next(models), held_out)
         return RecordDict({LOSSES: to_arrays(vars(losses))})
+
+    def _report(
+        self, model: nn.Module, data: LabelledRows, bodies: Sequence[Tensors]
+    ) -> RecordDict:
+        """Return ``site_figures`` of the first and of the last body, with its head."""
+        training = partial(read_rows, data, "training")
+        chosen_by = [*read_rows(data, "held_out")]
+        test = chosen_by if data.test is None else [*read_rows(data, "test")]
+        if not (data.report and self._labelled(training()) and self._labelled(test)):
+            return _withheld()
+        head = from_arrays(self._arrays[f"{TASK_HEADS}-0"])
+        last = with_task_head(bodies[-1], self._task_head, head["weight"], head["bias"])
+        figures = site_figures(
+            (loaded(model, body) for body in (bodies[0], last)),
+            head["priors"],
+            training,
+            chosen_by if self._labelled(chosen_by) else [],
+            test,
+            self._task_head,
+            self._problem_type,
+        )
+        return RecordDict(
+            {
+                FIGURES: to_arrays(figures),
+                SITE: ConfigRecord(
+                    {"name": str(data.name), "chose": data.test is None}
+                ),
+            }
+        )
 
     def _keys(self, name: str) -> list[str]:
         # Flower sends an empty list as another type.

@@ -178,7 +178,7 @@ def _labelled(message: Message, context: Context) -> LabelledRows:
         return rows
     fewest = job.task.experiment.min_class_rows
     privacy = Privacy(fewest, USUAL_PRIVACY.min_rows if fewest > 1 else 1)
-    return privacy.kept(rows, str(job.settings[PROBLEM_TYPE]))
+    return privacy.kept(rows, job.settings[PROBLEM_TYPE])
 
 
 def _matching(message: Message, context: Context) -> Matching:
@@ -273,7 +273,7 @@ def _trained(job: ClientJob, arrays: ArrayRecord) -> tuple[dict[str, Tensor], fl
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()
     folder = Path(settings["cache"])
     path = folder / f"{key}.pt"
-    shared = settings["cache"] != "" and os.access(folder, os.W_OK)
+    shared = settings["cache"] and os.access(folder, os.W_OK)
     if shared and path.exists():
         return torch.load(path, weights_only=True)
     model = job.model(arrays.to_torch_state_dict())

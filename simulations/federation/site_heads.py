@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from logging import WARNING
 
 import numpy as np
 import torch
 from flwr.app import ConfigRecord
+from flwr.common import log
 from numpy import ndarray
 from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from fedrot.errors import FedrotError
 from fedrot.simulations.data.encode import Encoded
 from fedrot.simulations.federation.cell_run import CellRun
 from fedrot.simulations.federation.client_app import HEAD_BATCH
@@ -39,7 +42,7 @@ def task_heads_at_sites(
 ) -> Iterator[tuple[int, str, list[float]]]:
     """Yield sites, by what they are measured, and the values of ``sites.HEADS``.
 
-    Sites without training rows, or without test rows, are left out.
+    Sites without training rows, or without test rows, are left out with a warning.
 
     Args:
         model: the last one, with its head.
@@ -47,38 +50,41 @@ def task_heads_at_sites(
         test_rows: numbers of each site's test rows, int64 ``[n]``.
 
     Raises:
-        FedrotError: the model has no task head, its outputs are not finite, or there
-            are no rows.
+        FedrotError: the model has no task head, or no site has test rows.
     """
     task = cell.task
     config = model.config
     problem_type = problem_type_of(config)
     has_classes = OUTPUT_KINDS[problem_type].has_classes
-    training = cell.client_rows(held_out=False)
-    held_out = cell.client_rows()
     priors = priors or class_priors(cell.grid, config, config=ConfigRecord(cell.job))
     first = cell.model()
     task_head = task_head_of(config, tensors_of(first))
-    of_sites = np.concatenate([*training.values(), *held_out.values()])
-    of_training = _read(first, task, task.train, of_sites, task_head)
+    of_sites = np.concatenate([task.clients(cell.seed)[site] for site in test_rows])
     tested = np.unique(np.concatenate([*test_rows.values()]))
+    of_training = _read(first, task, task.train, of_sites, task_head)
     of_test = _read(first, task, task.test, tested, task_head)
     of_test |= _read(model, task, task.test, tested)
     if not has_classes:  # Sites need the residuals of their training rows.
         of_training |= _read(model, task, task.train, of_sites)
-    first_layer = _LastLayer(config, "features", first.get_submodule(task_head))
-    last_layer = _LastLayer(config, "logits", nn.Identity())
     for site, rows in test_rows.items():
-        if len(rows) and len(training[site]):
+        training, held_out = task.client_rows(cell.seed, site)
+        models = (
+            _LastLayer(config, "features", first.get_submodule(task_head)),
+            _LastLayer(config, "logits", nn.Identity()),
+        )
+        try:
             figures = site_figures(
-                iter([first_layer, last_layer]),
+                iter(models),
                 torch.tensor(priors, dtype=torch.float64),
-                partial(_batches, of_training, training[site]),
-                _batches(of_training, held_out[site]),
+                partial(_batches, of_training, training),
+                _batches(of_training, held_out),
                 _batches(of_test, rows),
                 "head",
                 problem_type,
             )
+        except FedrotError as error:
+            log(WARNING, "Site %d is left out: %s", site, error)
+        else:
             values = figures["heads"][:, int(has_classes)]
             yield site, NAMES[has_classes], values.tolist()
 
@@ -112,18 +118,19 @@ def _read(
     )
     problem_type = problem_type_of(model.config)
     of_batches = labelled_rows(model, batches, problem_type, task_head)
+    # Models compute in float32, of which ``labelled_rows`` makes float64.
+    values, labels = zip(
+        *((each.float(), of) for each, of, _ in of_batches), strict=True
+    )
     places = np.zeros(len(split), dtype=np.int64)
     places[np.concatenate(in_order)] = range(len(rows))
-    values, labels, _ = zip(*of_batches, strict=True)
     return {
-        # Models compute in float32, of which ``labelled_rows`` makes float64.
-        "features" if task_head else "logits": torch.cat(values)[places].float(),
+        "features" if task_head else "logits": torch.cat(values)[places],
         "labels": torch.cat(labels)[places],
     }
 
 
 def _batches(columns: TensorDict, rows: ndarray) -> list[TensorDict]:
     """Return rows as one batch; none without rows."""
-    if not len(rows):
-        return []
-    return [{name: values[rows] for name, values in columns.items()}]
+    batch = {name: values[rows] for name, values in columns.items()}
+    return [batch] if len(rows) else []

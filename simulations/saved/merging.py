@@ -112,7 +112,7 @@ def merge_models(
     if set(options.parts) == set(WHOLE_MODEL):
         options = options.movable(symmetry)
     options = options.for_model(symmetry)
-    change, reports = _average(models, weights, symmetry, options, ours, base)
+    change, reports = _mean_change(models, weights, symmetry, options, ours, base)
     sentences = [
         f"Diagnosis: {diagnosis}",
         f"Aligned parts: {', '.join(options.parts) or 'none'}.",
@@ -144,7 +144,7 @@ def merge_models(
     return sentences
 
 
-def _average(
+def _mean_change(
     models: list[SavedModel],
     weights: list[float],
     symmetry: Symmetry,

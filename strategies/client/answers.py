@@ -281,18 +281,21 @@ class _Request:
         training = read_rows(data, "training")
         held_out = read_rows(data, "held_out")
         if stage == COUNT:
-            numbers = MetricRecord(
+            return RecordDict(
                 {
-                    "training": self._labelled(training),
-                    "held_out": self._labelled(held_out),
+                    ROWS: MetricRecord(
+                        {
+                            "training": self._labelled(training),
+                            "held_out": self._labelled(held_out),
+                        }
+                    )
                 }
             )
-            return RecordDict({ROWS: numbers})
         if stage == COUNT_CLASSES:
-            counts = {"counts": collect_counts(model, training, self._problem_type)}
-            return RecordDict({COUNTS: to_arrays(counts)})
+            counts = collect_counts(model, training, self._problem_type)
+            return RecordDict({COUNTS: to_arrays({"counts": counts})})
         if stage == REPORT:
-            return self._report(model, data, bodies)
+            return self._report(model, data, bodies) if data.report else _withheld()
         # One model receives the bodies one after the other.
         models = (loaded(model, body) for body in bodies)
         if stage == NOISY_SUM:
@@ -321,11 +324,14 @@ class _Request:
     def _report(
         self, model: nn.Module, data: LabelledRows, bodies: Sequence[Tensors]
     ) -> RecordDict:
-        """Return ``site_figures`` of the first and of the last body, with its head."""
+        """Return ``site_figures`` of the first and of the last body, with its head.
+
+        They are withheld if no row of training, or of the report, has a label.
+        """
         training = partial(read_rows, data, "training")
         chosen_by = [*read_rows(data, "held_out")]
         test = chosen_by if data.test is None else [*read_rows(data, "test")]
-        if not (data.report and self._labelled(training()) and self._labelled(test)):
+        if not (self._labelled(training()) and self._labelled(test)):
             return _withheld()
         head = from_arrays(self._arrays[f"{TASK_HEADS}-0"])
         last = with_task_head(bodies[-1], self._task_head, head["weight"], head["bias"])
@@ -342,7 +348,7 @@ class _Request:
             {
                 FIGURES: to_arrays(figures),
                 SITE: ConfigRecord(
-                    {"name": str(data.name), "chose": data.test is None}
+                    {"name": str(data.name), "chose": test is chosen_by}
                 ),
             }
         )

@@ -142,6 +142,22 @@ def test_a_site_of_one_class_alone_answers_with_it(tmp_path):
     assert values["alone-accuracy"] == [1.0] * 7
 
 
+@pytest.mark.parametrize("tested", ["2", "1"])
+def test_sites_without_test_rows_are_left_out(tested, tmp_path, caplog):
+    file = write(
+        tmp_path / "a.csv",
+        text=[f"a story {row}" for row in range(120)],
+        label=["joy", "fear", "joy"] * 40,
+        site=["0", "1"] * 50 + [tested] * 20,
+        split=["train"] * 100 + ["test"] * 20,
+    )
+    experiment = of(data=str(file), partition="column:site", clients=2)
+    values, _ = played(experiment, tmp_path)
+    has_rows = tested == "1"
+    assert len(values["own-accuracy"]) == len(values["test-rows"]) == has_rows
+    assert ("Site 0 is left out: No row has a label" in caplog.text) == has_rows
+
+
 @pytest.mark.parametrize(
     ("case", "metric", "alone"),
     [

@@ -1,7 +1,7 @@
 """``task_heads_at_sites``: what heads are worth at the sites of a simulation.
 
-They are those of ``report_sites``, where every site runs the models on its rows. Here
-each row is run once, whatever the number of sites that test on it.
+Values equal those of ``report_sites``, where every site runs the models on its rows.
+Here each row is run once, whatever the number of sites that test on it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def task_heads_at_sites(
     priors: Sequence[float],
     test_rows: dict[int, ndarray],
 ) -> Iterator[tuple[int, str, list[float]]]:
-    """Yield sites, by what they are measured, and the values of ``sites.HEADS``.
+    """Yield each site, its metric, and the metric's values for ``sites.HEADS``.
 
     Sites without training rows, or without test rows, are left out with a warning.
 

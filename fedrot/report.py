@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -109,4 +109,4 @@ class AlignmentReport:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per group."""
-        return [asdict(group) for group in self.groups]
+        return [{**vars(group)} for group in self.groups]

@@ -243,22 +243,24 @@ class _Request:
             name = "training"
         if stage == REPORT and data.test is not None:
             name = "test"
-        kind = OUTPUT_KINDS[self._problem_type]
         sent, every = (
-            rows_noted(read_rows(rows, name), kind, salt) for rows in (kept, data)
+            rows_noted(read_rows(rows, name), OUTPUT_KINDS[self._problem_type], salt)
+            for rows in (kept, data)
         )
+        left_out = {
+            "rows": every["rows"] - sent["rows"],
+            "classes": len(every["classes"] - sent["classes"]),
+        }
+        # A server may name a body otherwise.
+        hashes = [hash_of(body, self._task_head)[:16] for body in bodies]
         return {
             "round": self.config.get("server-round"),
             "stage": stage,
             "of": name,
             **sent,
             "classes": len(sent["classes"]),
-            # A server may name a body otherwise.
-            "bodies": [hash_of(body, self._task_head)[:16] for body in bodies],
-            "left_out": {
-                "rows": every["rows"] - sent["rows"],
-                "classes": len(every["classes"] - sent["classes"]),
-            },
+            "bodies": hashes,
+            "left_out": left_out,
             "withheld": self.silent(data) or sent["rows"] < 1 <= every["rows"],
         }
 
@@ -299,8 +301,13 @@ class _Request:
         # One model receives the bodies one after the other.
         models = (loaded(model, body) for body in bodies)
         if stage == NOISY_SUM:
-            clipping = Clipping(**from_arrays(self._arrays[PUBLIC]))
-            noisy = noisy_sums(next(models), training, self._task_head, clipping, noise)
+            noisy = noisy_sums(
+                next(models),
+                training,
+                self._task_head,
+                Clipping(**from_arrays(self._arrays[PUBLIC])),
+                noise,
+            )
             return RecordDict({NOISY_SUMS: to_arrays(noisy.packed())})
         if stage == SUM:
             sums = collect_classes(

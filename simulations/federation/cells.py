@@ -20,9 +20,7 @@ from fedrot.simulations.comparison.summary import OF_CLIENT
 from fedrot.simulations.federation.cell_run import CellRun
 from fedrot.simulations.federation.grids import OrderedGrid
 from fedrot.simulations.federation.own_rows import OwnRows, finish_round
-from fedrot.simulations.models import (
-    load_tensors,
-)
+from fedrot.simulations.models import load_tensors
 from fedrot.simulations.run_folder import Cell, read_rows
 from fedrot.simulations.tasks import training
 from fedrot.strategies import (

@@ -28,11 +28,7 @@ from torch import Tensor, nn
 
 import fedrot
 from fedrot._io import replacing
-from fedrot.simulations.models import (
-    build_model,
-    load_tensors,
-    model_config,
-)
+from fedrot.simulations.models import build_model, load_tensors, model_config
 from fedrot.simulations.scenario import Settings
 from fedrot.simulations.tasks import training
 from fedrot.simulations.tasks.training import Task, task_of

@@ -56,7 +56,10 @@ def task_heads_at_sites(
     config = model.config
     problem_type = problem_type_of(config)
     has_classes = OUTPUT_KINDS[problem_type].has_classes
-    priors = priors or class_priors(cell.grid, config, config=ConfigRecord(cell.job))
+    shares = torch.tensor(
+        priors or class_priors(cell.grid, config, config=ConfigRecord(cell.job)),
+        dtype=torch.float64,
+    )
     first = cell.model()
     task_head = task_head_of(config, tensors_of(first))
     of_sites = np.concatenate([task.clients(cell.seed)[site] for site in test_rows])
@@ -66,16 +69,16 @@ def task_heads_at_sites(
     of_test |= _read(model, task, task.test, tested)
     if not has_classes:  # Sites need the residuals of their training rows.
         of_training |= _read(model, task, task.train, of_sites)
+    models = (
+        _LastLayer(config, "features", first.get_submodule(task_head)),
+        _LastLayer(config, "logits", nn.Identity()),
+    )
     for site, rows in test_rows.items():
         training, held_out = task.client_rows(cell.seed, site)
-        models = (
-            _LastLayer(config, "features", first.get_submodule(task_head)),
-            _LastLayer(config, "logits", nn.Identity()),
-        )
         try:
             figures = site_figures(
                 iter(models),
-                torch.tensor(priors, dtype=torch.float64),
+                shares,
                 partial(_batches, of_training, training),
                 _batches(of_training, held_out),
                 _batches(of_test, rows),
